@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxddp.planning.formulas import bucket_times_s, fit_sweep
+from jaxddp.planning.formulas import fit_sweep
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
@@ -124,13 +124,9 @@ def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, flo
         >>> predict([[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}, costs)
         1.3
     """
-    tensors = [tensor for bucket in buckets for tensor in bucket]
-    ends = np.cumsum([len(bucket) for bucket in buckets]).tolist()
-    places = [range(end - len(bucket), end) for bucket, end in zip(buckets, ends, strict=True)]
-    ready_s = [shares[name] * costs.forward_backward_s for name, _ in tensors]
-    sizes = [num_bytes for _, num_bytes in tensors]
-    timed = bucket_times_s(places, sizes, ready_s, costs.bytes_per_s, costs.latency_s)
-    exposed_s = shared_finish_s(costs.forward_backward_s, *timed, costs.rate) - costs.forward_backward_s
+    ready_s = [costs.forward_backward_s * max(shares[name] for name, _ in bucket) for bucket in buckets]
+    send_s = [costs.latency_s + sum(num_bytes for _, num_bytes in bucket) / costs.bytes_per_s for bucket in buckets]
+    exposed_s = shared_finish_s(costs.forward_backward_s, ready_s, send_s, costs.rate) - costs.forward_backward_s
     return float(costs.alone_s + exposed_s)
 
 

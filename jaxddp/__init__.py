@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from .instruments.inspect import inspect as inspect
     from .instruments.schedule import gradient_collectives as gradient_collectives
     from .instruments.schedule import read_schedule as read_schedule
-    from .instruments.tuning import tune_buckets as tune_buckets
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
@@ -103,7 +102,6 @@ _NAMES = {
     ".instruments.collectives": ("collectives",),
     ".instruments.schedule": ("gradient_collectives", "read_schedule"),
     ".instruments.inspect": ("inspect",),
-    ".instruments.tuning": ("tune_buckets",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names} | {
     "flax": ".flax",

@@ -79,7 +79,6 @@ FUNCTIONS = {
     "jit": lambda value: jaxddp.jit(loss_fn, value),
     "compile_options": lambda value: jaxddp.compile_options(value, "gpu"),
     "plan_buckets": jaxddp.plan_buckets,
-    "tune_buckets": lambda value: jaxddp.tune_buckets(value, PARAMS, BATCH),
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
     "has_aux": lambda value: trainer(has_aux=value),

@@ -40,8 +40,7 @@ def add_parser(commands: Any) -> None:
         "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
         "%(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
-    add("--bucket-mb", type=_bucket_mb, metavar="MIB", help="bucket cap in MiB (2^20 bytes), or auto: chosen for the "
-        "network, of bucketed alone (default: 25 after a first bucket of 1; of bucketed, then up to an eighth of the "
+    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB (2^20 bytes) (default: 25 after a first bucket of 1; of bucketed, then up to an eighth of the "
         "gradients if that is more)")  # fmt: skip
     add("--target", default="h100:8", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
         "chips are h100, h200, a100, b200 and v5p (default: %(default)s)")  # fmt: skip
@@ -197,10 +196,3 @@ def _config(arguments: argparse.Namespace) -> Any:
     if missing := [f"--{shape}" for shape in _SHAPES if shape not in given]:
         raise ValueError(f"--model custom needs {', '.join(missing)} as well")
     return TransformerConfig(*(given[name] for name in ("vocab", "context", "width", "layers", "heads", "hidden")))
-
-
-def _bucket_mb(text: str) -> float | str:
-    try:
-        return text if text == "auto" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of MiB, or auto") from None

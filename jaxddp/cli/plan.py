@@ -8,14 +8,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..arguments import check_integer
-from .quiet import import_jax_on_cpu
 
 XXL, CUSTOM = "xxl", "custom"
 _DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
-_TRAINER_TARGET, _STAGE = "h100:8", 3
-_TAKEN_WITH_TRAINER = ("trainer", "target", "stage", "json", "default_of")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
 
 
@@ -37,16 +34,12 @@ def add_parser(commands: Any) -> None:
         which = "transformers only" if shape in _TRANSFORMER else "feed-forward blocks or transformer"
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
             + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
-    add("--trainer", metavar="MODULE:FUNCTION", help="your own training in place of --model, at every ZeRO stage: the "
-        "function gives (loss_fn, optimizer, params, batch), of which shapes are enough, and if wanted a dict of "
-        "Trainer's other options, which may have a model_state; goes with --target, --stage and --json alone; "
-        "inspect compiles it")  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
-        f"h200, a100, b200 and v5p (default: {_DEFAULT_TARGET}, with --trainer {_TRAINER_TARGET})")  # fmt: skip
+        f"h200, a100, b200 and v5p (default: {_DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
-    add("--stage", type=int, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
-        f"state, 2 also gradients, 3 also parameters (default: {_STAGE}, with --trainer all)")  # fmt: skip
+    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
+        "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
         "compute-bound batch)")  # fmt: skip
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
@@ -74,7 +67,7 @@ def add_parser(commands: Any) -> None:
             "together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
     assumed("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of a ring "
             "(default: on GPUs)")  # fmt: skip
-    parser.set_defaults(run=run, default_of=parser.get_default)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -83,9 +76,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: If the options do not fit together, or a number is out of range.
     """
-    if arguments.trainer is not None:
-        _run_trainer(arguments)
-        return
     from ..planning.plan import plan  # late, so that the help needs no NumPy
     from .plan_console import as_json, show
 
@@ -112,7 +102,6 @@ def _job(arguments: argparse.Namespace) -> Any:
     tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
     element_bytes = dtype_bytes(arguments.dtype)
-    stage = _STAGE if arguments.stage is None else arguments.stage
     cluster = cluster_of(
         machine, arguments.dtype,
         flops_per_s=arguments.flops_per_s,
@@ -122,7 +111,7 @@ def _job(arguments: argparse.Namespace) -> Any:
         latency_us=arguments.latency_us,
         file=arguments.network_file,
     )  # fmt: skip
-    sums_only = (stage < 3 or fsdp == 1) and machine.num_devices > tp
+    sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
     assumptions = formulas.Assumptions(
         passes=arguments.passes or ("backward" if sums_only else "forward"),
         overlapped_axes=arguments.overlapped_axes,
@@ -131,35 +120,9 @@ def _job(arguments: argparse.Namespace) -> Any:
     )
     states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
-        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, stage, states[arguments.precision], assumptions,
-        arguments.accumulation_steps,
+        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
+        states[arguments.precision], assumptions, arguments.accumulation_steps,
     )  # fmt: skip
-
-
-def _run_trainer(arguments: argparse.Namespace) -> None:
-    """Plans a training of the user's own."""
-    from ..planning.chips import target
-    from ..planning.formulas import STAGES
-    from ..planning.plan import check_stage
-    from .plan_console import show_stages, stages_as_json
-
-    for name, value in vars(arguments).items():
-        if name not in _TAKEN_WITH_TRAINER and value != arguments.default_of(name):
-            raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
-    if arguments.stage is not None:
-        check_stage(arguments.stage)
-    machine = target(arguments.target or _TRAINER_TARGET)
-    import_jax_on_cpu()
-
-    from ..instruments.stages import plan_stages
-    from .inspect import training_of
-
-    stages = STAGES if arguments.stage is None else (arguments.stage,)
-    plans = plan_stages(training_of(arguments.trainer), machine, stages)
-    if arguments.json:
-        print(json.dumps(stages_as_json(plans, arguments.trainer, machine), allow_nan=False))
-    else:
-        show_stages(plans, arguments.trainer, machine)
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:

@@ -1,20 +1,17 @@
-"""The output of ``plan``: lines of numbers, or one JSON object; of one's own training, a row for each stage."""
+"""The output of ``plan``: a table of numbers, or one JSON object."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..communication.buckets import MIB
 from ..network import GB
-from ..planning.plan import BucketChoice, Plan
-from ..table import count_kinds, paragraph, table
-
-if TYPE_CHECKING:  # imports JAX, which a plan alone does not need
-    from ..instruments.stages import StagePlan
-    from ..planning.chips import Target
+from ..communication.buckets import MIB
+from ..network import GB
+from ..planning.plan import Plan
+from ..table import paragraph, table
 
 _PASSES = {"forward": "the forward alone", "backward": "the backward alone", "both": "forward and backward"}
 
@@ -48,19 +45,19 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
         ("  DP", _ms(plan.times.dp_s)),
         ("  communication", _ms(plan.times.communication_s(job.assumptions))),
         ("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}"),
-        *_bucket_lines(plan.buckets),
+        ("best buckets", _buckets(plan)),
         ("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"),
         *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()),
     ]
 
 
-def _bucket_lines(buckets: BucketChoice | None) -> list[tuple[str, str]]:
-    if buckets is None:
-        return [("best bucket", "none: no gradients are reduced")]
-    size = f"{buckets.count} buckets of up to {buckets.largest_mb:.4g} MiB"
-    best = f"cap of {buckets.cap_mb:.4g} MiB: {size}, {_ms(buckets.tail_s)} exposed after the backward"
-    equal = [] if buckets.equal_mb is None else [f"{buckets.equal_mb:.4g} MiB, {buckets.regime}"]
-    return [("best bucket", best), *(("  if buckets were equal", each) for each in equal)]
+def _buckets(plan: Plan) -> str:
+    if plan.job.num_data_ranks == 1:
+        return "none: no gradients are reduced"
+    if (best := plan.buckets) is None:
+        return "the smaller the better: a call has no latency"
+    size = f"{best.num_buckets:.3g} of {best.bucket_bytes / MIB:.4g} MiB"
+    return f"{size}, if equal: {_ms(best.tail_s)} exposed after the backward, {best.regime}"
 
 
 def as_json(plan: Plan, model: str) -> dict[str, Any]:
@@ -79,8 +76,8 @@ def as_json(plan: Plan, model: str) -> dict[str, Any]:
         "min_tokens": None if plan.min_tokens is None else math.ceil(plan.min_tokens),
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in plan.times._asdict().items()},
         "best_split": {**plan.best_split._asdict(), "tokens": math.ceil(plan.best_split.tokens)},
-        "best_bucket_mb": buckets and buckets.cap_mb,
-        "buckets": buckets and asdict(buckets),
+        "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
+        "buckets": buckets and buckets._asdict(),
         "traffic_bytes_per_step": {name: _whole(num_bytes) for name, num_bytes in plan.traffic_bytes.items()},
         "assumptions": {
             **asdict(job.assumptions),
@@ -125,40 +122,6 @@ def _notes(plan: Plan) -> list[str]:
     if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":
         found.append("gradients are reduced in the backward, which is not counted")
     return found
-
-
-def show_stages(plans: Sequence[StagePlan], trainer: str, target: Target) -> None:
-    """Prints a row for each stage."""
-    print(f"{trainer} on {target.spec}: bytes of a device, of {target.chip.memory_bytes:,}\n")
-    rows = [
-        (f"{plan.stage} {plan.strategy}", *(f"{round(each):,}" for each in plan.held.values()),
-         f"{round(plan.sent_bytes):,}", count_kinds(plan.collectives))
-        for plan in plans if not plan.refused
-    ]  # fmt: skip
-    heads = ("stage", "parameters", "gradients", "optimizer state", "in all", "sent a step", "collectives")
-    print(table(heads, rows, left=("collectives",)))
-    for plan in plans:
-        if plan.refused:
-            print(paragraph(f"{plan.stage} {plan.strategy} refused: {plan.refused}"))
-
-
-def stages_as_json(plans: Sequence[StagePlan], trainer: str, target: Target) -> dict[str, Any]:
-    """The stages of a training of one's own as an object for ``json.dumps``."""
-    stages = [
-        {
-            "stage": plan.stage,
-            "strategy": plan.strategy,
-            "refused": plan.refused or None,
-            "bytes_per_device": plan.held,
-            "sent_bytes_per_step": round(plan.sent_bytes),
-            "collectives": [
-                {"kind": kind, "bytes": num_bytes, "count": count}
-                for (kind, num_bytes), count in sorted(Counter(plan.collectives).items())
-            ],
-        }
-        for plan in plans
-    ]
-    return {"trainer": trainer, "target": target.spec, "available": target.chip.memory_bytes, "stages": stages}
 
 
 def _whole(num_bytes: float) -> int:

@@ -30,7 +30,6 @@ from . import targets
 from .memory import DeviceBytes, held_bytes, step_memory
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
-from .tuning import tune_buckets
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
@@ -173,7 +172,7 @@ def inspect(
     strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
     *,
     target: str = "h100:8",
-    bucket_mb: Any = None,
+    bucket_mb: float | None = None,
     network: Network | None = None,
     replicas: int = 1,
     model_state: Any = None,
@@ -189,7 +188,7 @@ def inspect(
         strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
             strategies with options of their own.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
-        bucket_mb: Bucket cap in MiB of the strategies that take one, or ``"auto"``.
+        bucket_mb: Bucket cap in MiB of the strategies that take one.
         network: How fast ranks send; the published links of the target if None.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
             many groups and summed across.
@@ -216,7 +215,7 @@ def inspect_steps(
     target: targets.Target,
     network: Network,
     *,
-    bucket_mb: Any = None,
+    bucket_mb: float | None = None,
     replicas: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
@@ -227,7 +226,7 @@ def inspect_steps(
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(target.spec), **options)
     state = whole.abstract_state(params, model_state)
     trainers = {
-        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb, network))
+        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb))
         for name, one in given.items()
     }
     if replicas != 1:
@@ -238,15 +237,11 @@ def inspect_steps(
         _check_fits("parameters and optimizer state alone need", one.state, target, target.chip.memory_bytes)
     say(f"compiling {len(trainers) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
-    pending = {}
-    # Tuning buckets waits for a program; the others compile in the meantime.
-    for name in sorted(trainers, key=lambda name: name == "bucketed" and bucket_mb == AUTO):
-        if name == "bucketed" and bucket_mb == AUTO:
-            trainers[name] = tune_buckets(trainers[name], states[name], batch)
-        if name == AUTO:
-            pending[name] = _start_auto(loss_fn, optimizer, target, state, batch)
-        else:
-            pending[name] = targets.start_compile(trainers[name], states[name], batch)
+    pending = {
+        name: _start_auto(loss_fn, optimizer, target, state, batch) if name == AUTO
+        else targets.start_compile(trainer, states[name], batch)
+        for name, trainer in trainers.items()
+    }  # fmt: skip
     planned = {name: [] if name == AUTO else one.planned(states[name], batch) for name, one in trainers.items()}
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
@@ -299,7 +294,7 @@ def _result(name: str, pending: targets.Pending, target: targets.Target) -> targ
 
 
 def _checked(
-    strategies: Sequence[str | Strategy], training: Training, network: Network, bucket_mb: Any
+    strategies: Sequence[str | Strategy], training: Training, network: Network, bucket_mb: float | None
 ) -> dict[str, str | Strategy]:
     """Checks what is asked for; gives the strategies by the names that they have in tables."""
     check_kind("network", network, Network, "a jaxddp.Network")
@@ -338,12 +333,10 @@ def name_of(strategy: str | Strategy) -> str:
     return strategy if isinstance(strategy, str) else f"{strategy.name} {strategy.variant}".rstrip()
 
 
-def _make(name: str | Strategy, bucket_mb: Any, network: Network) -> Strategy:
+def _make(name: str | Strategy, bucket_mb: float | None) -> Strategy:
     if isinstance(name, Strategy):
         return name
-    if not is_bucketed(name) or bucket_mb is None or (bucket_mb == AUTO and name != "bucketed"):
-        return make_strategy(name)
-    return make_strategy(name, bucket_mb=bucket_mb, **({"network": network} if bucket_mb == AUTO else {}))
+    return make_strategy(name, **({"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}))
 
 
 def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:

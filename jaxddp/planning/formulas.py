@@ -20,14 +20,8 @@ everything counts 1, an all-reduce 2:
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
 Buckets are sent over one stream, in order. Bucket i takes c_i to compute and m_i = s_i / w + o to send: s_i bytes at an
-algorithm bandwidth w, and o per call.
-
-    R_i = R_{i-1} + c_i          its gradients are ready
-    S_i = max(R_i, E_{i-1})      it starts: gradients ready and stream free
-    E_i = S_i + m_i              it ends;  the step waits for T = E_n - R_n
-
-Unrolled, E_n = max_k (c_1 + ... + c_k + m_k + ... + m_n): some bucket k starts the moment it is ready, and the stream
-is never idle after that. For n equal buckets of s/n bytes and C/n seconds
+algorithm bandwidth w, and o per call. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step
+waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
@@ -71,8 +65,6 @@ from .workload import Workload
 STAGES = (0, 1, 2, 3)
 DATA_PARALLEL = ("naive", "flat", "overlapped", "bucketed")
 STRATEGIES = (*DATA_PARALLEL, "zero1", "zero2", "zero3", "sharded_optimizer")
-COMMUNICATION_BOUND = "communication-bound"
-COMPUTE_BOUND = "compute-bound"
 
 
 class PerParameter(NamedTuple):
@@ -185,8 +177,8 @@ def sent_bytes(
     return units * np.multiply(num_params, np.subtract(num_ranks, 1) / np.asarray(num_ranks))
 
 
-class Optimum(NamedTuple):
-    """The best number of equal buckets n*, as a real number, their size and T(n*)."""
+class Buckets(NamedTuple):
+    """The best number of equal buckets n*, as a real number, their size and T(n*), the time that they expose."""
 
     num_buckets: float
     bucket_bytes: float
@@ -194,53 +186,18 @@ class Optimum(NamedTuple):
     regime: str
 
 
-def finish_s(ready_s: Any, communicate_s: Any) -> Any:
-    """Computes the end of the last bucket, in closed form: the maximum of R_k + m_k + ... + m_n.
-
-    Both are ``[..., buckets]`` in launch order. A bucket starts after those before it, even if it is ready earlier.
+def best_buckets(compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float) -> Buckets:
+    """Computes the best number of equal buckets, at least one, from C, s, w and o; the latency must not be 0.
 
     Example:
-        >>> float(finish_s([1.0, 2.0, 3.0], [2.0, 0.5, 0.5]))
-        4.0
-    """
-    ready, send = np.broadcast_arrays(np.asarray(ready_s, float), np.asarray(communicate_s, float))
-    ready = np.maximum.accumulate(ready, axis=-1)
-    return (ready + np.cumsum(send[..., ::-1], axis=-1)[..., ::-1]).max(axis=-1)
-
-
-def bucket_times_s(
-    buckets: Sequence[Sequence[int]], tensor_bytes: Any, tensor_ready_s: Any, bytes_per_s: float, latency_s: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Computes when each real bucket is ready and how long it takes to send, each ``[buckets]``, for ``finish_s``.
-
-    ``buckets`` are the indices of the tensors of each, in launch order; the last two are w and o.
-    """
-    sizes, ready = np.asarray(tensor_bytes, float), np.asarray(tensor_ready_s, float)
-    places = [list(bucket) for bucket in buckets]
-    return (
-        np.array([ready[place].max() for place in places]),
-        np.array([sizes[place].sum() for place in places]) / bytes_per_s + latency_s,
-    )
-
-
-def uniform_tail_s(compute_s: Any, num_bytes: Any, num_buckets: Any, bytes_per_s: Any, latency_s: Any) -> Any:
-    """Computes T(n) for equal buckets from C, s, n, w and o; n need not be whole."""
-    n, send_s = np.asarray(num_buckets, float), np.divide(num_bytes, bytes_per_s)
-    return np.maximum(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
-
-
-def uniform_optimum(compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float) -> Optimum:
-    """Computes the best number of equal buckets, at least one, in either regime; the latency must not be 0.
-
-    Example:
-        >>> best = uniform_optimum(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
+        >>> best = best_buckets(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
         >>> round(best.num_buckets, 6), round(best.tail_s, 6), best.regime
         (10.0, 0.12, 'communication-bound')
     """
     send_s = num_bytes / bytes_per_s
-    best = max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s)
-    tail_s = float(uniform_tail_s(compute_s, num_bytes, best, bytes_per_s, latency_s))
-    return Optimum(best, num_bytes / best, tail_s, COMMUNICATION_BOUND if send_s >= compute_s else COMPUTE_BOUND)
+    n = max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s)
+    tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
+    return Buckets(n, num_bytes / n, tail_s, "communication-bound" if send_s >= compute_s else "compute-bound")
 
 
 # Each kind of work as a multiple of one forward's: compute, FSDP, TP, DP.

@@ -8,7 +8,7 @@ from jaxddp.planning.formulas import (
     STRATEGIES,
     Assumptions,
     DeviceRates,
-    finish_s,
+    best_buckets,
     fit_sweep,
     gathered_bytes,
     least_ranks,
@@ -16,8 +16,6 @@ from jaxddp.planning.formulas import (
     sent_bytes,
     times,
     traffic,
-    uniform_optimum,
-    uniform_tail_s,
 )
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
@@ -62,28 +60,17 @@ def test_units_of_traffic_are_those_of_a_rings_messages():
             assert ours == pytest.approx(one_way * (4 * gradients + 2 * parameters), rel=1e-12)  # rounding
 
 
-def test_the_closed_form_is_the_recurrence():
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        count = int(rng.integers(1, 12))
-        ready, send = rng.exponential(size=count) * count, rng.exponential(size=count)
-        end = 0.0
-        for when, seconds in zip(np.maximum.accumulate(ready), send, strict=True):
-            end = max(when, end) + seconds
-        assert finish_s(ready, send) == pytest.approx(end, rel=1e-12)  # in another order
-
-
 def test_the_best_number_of_buckets_by_brute_force():
+    """Of equal buckets, sent one after the other as each is ready."""
     rng = np.random.default_rng(1)
     for _ in range(100):
-        compute, send, latency = rng.uniform(0.01, 1), rng.uniform(0.01, 1), 10 ** rng.uniform(-4.5, -2)
-        counts = np.arange(1, 20 + 4 * math.ceil(compute / latency))
-        tails = uniform_tail_s(compute, send * 4e9, counts, 4e9, latency)
-        for count in (1, 2, 17):  # the formula of the tail is the pipeline's
-            ready = np.cumsum(np.full(count, compute / count))
-            piped = finish_s(ready, np.full(count, send / count + latency)) - compute
-            assert piped == pytest.approx(tails[count - 1], rel=1e-9, abs=1e-15)  # rounding of 17 sums
-        best = uniform_optimum(compute, send * 4e9, 4e9, latency)
+        compute, send, latency = rng.uniform(0.01, 1), rng.uniform(0.01, 1), 10 ** rng.uniform(-3, -2)
+        counts = np.arange(1, 20 + 2 * math.ceil(compute / latency))
+        tails = np.zeros(len(counts))
+        for place, count in enumerate(counts):
+            ends = compute * np.arange(1, count + 1) / count + (send / count + latency) * np.arange(count, 0, -1)
+            tails[place] = ends.max() - compute  # one of them starts as soon as it is ready, the others follow
+        best = best_buckets(compute, send * 4e9, 4e9, latency)
         assert best.tail_s <= tails.min() * (1 + 1e-9)  # a real number of buckets is no worse than any whole one
         assert counts[tails.argmin()] in (math.floor(best.num_buckets), math.floor(best.num_buckets) + 1)
         assert best.regime == ("communication-bound" if send >= compute else "compute-bound")

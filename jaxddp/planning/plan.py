@@ -11,17 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..arguments import check_integer
-from ..communication.buckets import MIB, TensorSpec, plan_buckets
+from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
 from . import formulas
-from .formulas import FP32, Assumptions, PerParameter, Split, Times
+from .formulas import FP32, Assumptions, Buckets, PerParameter, Split, Times
 from .machine import Cluster
 from .workload import Workload
 
-# MiB, two per octave, 1 to 8192.
-_CAPS_MB = tuple(2 ** (step / 2) for step in range(27))
+_GATHERED_UNITS = 2  # at the same time at stage 3: one in use, one prefetched
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class TrainingJob:
         sequence_length: Tokens that must stay on one rank; 1 for a model without sequences.
         stage: ZeRO stage: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
         accumulation_steps: K, micro-batches per step; None for the fewest that fit.
-        num_gathered_units: Units whose parameters are gathered at the same time at stage 3, prefetched ones included.
 
     Raises:
         ValueError: If a number is out of range, the ranks do not divide the devices, or the tokens do not divide into
@@ -52,13 +48,13 @@ class TrainingJob:
     per_parameter: PerParameter = FP32
     assumptions: Assumptions = field(default_factory=Assumptions)
     accumulation_steps: int | None = None
-    num_gathered_units: int = 2
 
     def __post_init__(self) -> None:
         for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
-        check_stage(self.stage)
+        if self.stage not in formulas.STAGES:
+            raise ValueError(f"stage (={self.stage}) must be one of {', '.join(map(str, formulas.STAGES))}")
         if self.cluster.num_devices % (self.fsdp * self.tp):
             raise ValueError(
                 f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.cluster.num_devices} devices of "
@@ -107,43 +103,6 @@ class TrainingJob:
         return self.num_data_ranks * self.sequence_length
 
 
-def check_stage(stage: int) -> None:
-    """Refuses what is no ZeRO stage.
-
-    Raises:
-        ValueError: If it is none of 0, 1, 2, 3.
-    """
-    if stage not in formulas.STAGES:
-        raise ValueError(f"stage (={stage}) must be one of {', '.join(map(str, formulas.STAGES))}")
-
-
-@dataclass(frozen=True)
-class BucketChoice:
-    """The best bucket cap for the gradients of one micro-batch.
-
-    Attributes:
-        cap_mb: MiB.
-        count: Number of buckets.
-        largest_mb: MiB of the largest bucket.
-        tail_s: Exposed time after the last gradient.
-        backward_s: Seconds of the backward.
-        latency_s: Latency of one bucket's collective.
-        bytes_per_s: Algorithm bandwidth of that collective.
-        equal_mb: MiB of the best buckets of equal size; None without latency, where smaller is always better.
-        regime: Of these: ``"communication-bound"`` or ``"compute-bound"``.
-    """
-
-    cap_mb: float
-    count: int
-    largest_mb: float
-    tail_s: float
-    backward_s: float
-    latency_s: float
-    bytes_per_s: float
-    equal_mb: float | None
-    regime: str | None
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of a job.
@@ -154,7 +113,7 @@ class Plan:
         min_devices: Fewest devices with this Y and this micro-batch per rank; None if none fit.
         min_tokens: Smallest compute-bound batch, not rounded; None if there is none.
         times: Seconds of each kind of work in one micro-batch.
-        buckets: The best bucket cap; None if no gradients are reduced.
+        buckets: The best buckets of a micro-batch's gradients; None if none are reduced, or a call has no latency.
         traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
     """
 
@@ -166,7 +125,7 @@ class Plan:
     min_tokens: float | None
     times: Times
     best_split: Split
-    buckets: BucketChoice | None
+    buckets: Buckets | None
     traffic_bytes: dict[str, float]
 
     @property
@@ -206,9 +165,9 @@ def plan(job: TrainingJob) -> Plan:
     rates = job.cluster.rates(*job.ranks[:2])
     least = float(formulas.min_tokens(job.workload, rates, *job.ranks, job.assumptions))
     tokens = _tokens(job, least)
-    steps = job.accumulation_steps or _fewest_steps(job, tokens)
-    buckets = best_buckets(job, tokens, steps or 1)
-    components = _bytes_per_device(job, tokens, steps or 1, buckets)
+    components = _bytes_per_device(job, tokens)
+    steps = job.accumulation_steps or _fewest_steps(job, tokens, components)
+    components["activations"] /= steps or 1
     return Plan(
         job=job,
         tokens=tokens,
@@ -218,7 +177,7 @@ def plan(job: TrainingJob) -> Plan:
         min_tokens=least if math.isfinite(least) else None,
         times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
         best_split=formulas.best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
-        buckets=buckets,
+        buckets=_best_buckets(job, tokens / (steps or 1)),
         traffic_bytes={name: _traffic_bytes(job, name, steps or 1) for name in formulas.STRATEGIES},
     )
 
@@ -256,46 +215,17 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     )
 
 
-def best_buckets(job: TrainingJob, tokens: int, num_microbatches: int) -> BucketChoice | None:
-    """Finds the bucket cap between 1 MiB and 8 GiB that exposes least, the smallest if several do.
-
-    Uses the pipeline of ``formulas.py`` with the real buckets of each cap: they fill in reversed forward order, a
-    tensor's backward takes time in proportion to its bytes, and a bucket's collective has the network to itself.
-    ``jaxddp.tune_buckets`` chooses caps for a compiled step, which is more accurate.
-
-    Gives None with one data rank, where no gradients are reduced.
-    """
-    if job.num_data_ranks == 1:
-        return None
+def _best_buckets(job: TrainingJob, tokens: float) -> Buckets | None:
+    """The best equal buckets for the gradients of a micro-batch."""
     rate, latency_s = gradient_rate(job)
-    sizes = [elements / job.tp * job.assumptions.element_bytes for elements in job.workload.tensor_elements][::-1]
-    flops = 2 * job.workload.flops_per_token * tokens / num_microbatches
-    backward_s = flops / (job.cluster.num_devices * job.cluster.flops_per_s)
-    ready_s = np.cumsum(sizes) / sum(sizes) * backward_s
-    specs = [TensorSpec(str(place), (math.ceil(size),), "int8") for place, size in enumerate(sizes)]
+    if not latency_s:
+        return None
+    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * job.cluster.flops_per_s)
+    return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s)
 
-    def composition(cap_mb: float) -> list[list[int]]:
-        return [[int(tensor.name) for tensor in bucket.tensors] for bucket in plan_buckets(specs, cap_mb).buckets]
 
-    def tail_s(places: list[list[int]]) -> float:
-        return float(formulas.finish_s(*formulas.bucket_times_s(places, sizes, ready_s, rate, latency_s))) - backward_s
-
-    # A cap below the smallest tensor makes the same buckets as a cap of that size.
-    compositions = {cap_mb: composition(cap_mb) for cap_mb in sorted({max(cap, min(sizes) / MIB) for cap in _CAPS_MB})}
-    best_mb = min(compositions, key=lambda cap_mb: tail_s(compositions[cap_mb]))
-    best = compositions[best_mb]
-    equal = formulas.uniform_optimum(backward_s, sum(sizes), rate, latency_s) if latency_s else None
-    return BucketChoice(
-        cap_mb=best_mb,
-        count=len(best),
-        largest_mb=max(sum(sizes[place] for place in places) for places in best) / MIB,
-        tail_s=tail_s(best),
-        backward_s=backward_s,
-        latency_s=latency_s,
-        bytes_per_s=rate,
-        equal_mb=equal and equal.bucket_bytes / MIB,
-        regime=equal and equal.regime,
-    )
+def _gradient_bytes(job: TrainingJob) -> float:
+    return job.workload.num_params / job.tp * job.assumptions.element_bytes
 
 
 def _tokens(job: TrainingJob, least: float) -> int:
@@ -309,33 +239,39 @@ def _tokens(job: TrainingJob, least: float) -> int:
     return max(least_whole, pieces)
 
 
-def _bytes_per_device(job: TrainingJob, tokens: int, steps: int, buckets: BucketChoice | None) -> dict[str, float]:
-    element_bytes = job.assumptions.element_bytes
-    state = formulas.state_bytes(job.workload.num_params / job.tp, job.stage, job.fsdp, job.held)
-    gathered = formulas.gathered_bytes(job.workload.unit_params, element_bytes, job.num_gathered_units, job.tp)
-    kept = job.workload.kept_per_token, job.workload.kept_cut_per_token
-    activations = formulas.activation_bytes(tokens / job.num_data_ranks / steps, *kept, element_bytes, job.tp)
+def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
+    """Bytes of a device by component, in one micro-batch."""
+    element_bytes, workload = job.assumptions.element_bytes, job.workload
+    state = formulas.state_bytes(workload.num_params / job.tp, job.stage, job.fsdp, job.held)
+    gathered = formulas.gathered_bytes(workload.unit_params, element_bytes, _GATHERED_UNITS, job.tp)
+    kept = workload.kept_per_token, workload.kept_cut_per_token
     return {
         **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
         "gathered_parameters": gathered if job.gathers else 0.0,
-        "gradient_buckets": buckets.largest_mb * MIB if buckets else 0.0,
-        "activations": float(activations),
+        "gradient_buckets": _bucket_bytes(job),
+        "activations": float(formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp)),
     }
 
 
-def _fewest_steps(job: TrainingJob, tokens: int) -> int | None:
+def _bucket_bytes(job: TrainingJob) -> float:
+    """The largest bucket by default: a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB."""
+    if job.num_data_ranks == 1:
+        return 0.0
+    tensors, units, element_bytes = job.workload.tensor_elements, job.workload.unit_params, job.assumptions.element_bytes
+    if job.stage == 3:
+        return max(units) * element_bytes / job.tp
+    every = _gradient_bytes(job)
+    return min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, max(tensors) * element_bytes / job.tp))
+
+
+def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -> int | None:
     """Fewest micro-batches of equal size that fit; None if no number does."""
     most = tokens // job.least_tokens
-    steps = 1
-    while True:  # the bucket choice depends on the micro-batch and takes memory itself
-        components = _bytes_per_device(job, tokens, steps, best_buckets(job, tokens, steps))
-        activations = components.pop("activations") * steps
-        least = float(formulas.least_ranks(activations, sum(components.values()), job.cluster.memory_bytes))
-        if least <= steps:
-            return steps
-        if least > most:
-            return None
-        steps = next(k for k in range(int(least), most + 1) if job.sequence_length == 1 or most % k == 0)
+    others = sum(components.values()) - components["activations"]
+    least = float(formulas.least_ranks(components["activations"], others, job.cluster.memory_bytes))
+    if least > most:
+        return None
+    return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:

@@ -5,9 +5,9 @@ import pytest
 
 from jaxddp.network import Network
 from jaxddp.planning.chips import target
-from jaxddp.planning.formulas import MIXED, Assumptions, activation_bytes, uniform_optimum
+from jaxddp.planning.formulas import MIXED, Assumptions, activation_bytes, best_buckets
 from jaxddp.planning.machine import cluster_of
-from jaxddp.planning.plan import TrainingJob, best_buckets, gradient_rate, plan
+from jaxddp.planning.plan import TrainingJob, gradient_rate, plan
 from jaxddp.planning.workload import feed_forward, transformer
 
 pytestmark = pytest.mark.smoke
@@ -32,6 +32,7 @@ def test_the_scaling_books_example():
     parts = found.bytes_per_device
     assert sum(parts[name] for name in ("parameters", "gradients", "optimizer_state")) == 16 * XXL.num_params / 64
     assert parts["gathered_parameters"] == 2 * 2 * (2 * 16384 * 53248) / 4
+    assert parts["gradient_buckets"] == 2 * (2 * 16384 * 53248) / 4  # of one unit
     assert parts["activations"] == pytest.approx(2 * 126 * (16384 + 53248 / 4) * 25_302 / 16, rel=1e-12)  # rounding
     assert found.traffic_bytes["zero3"] == 3 * 2 * XXL.num_params / 4 * 15 / 16
     # zero1 gathers the updated parameters in float32, of which it has them.
@@ -99,17 +100,16 @@ def test_a_bucket_costs_what_its_collective_does(stage, kind):
         assert ours == pytest.approx(network.seconds(kind, num_bytes, range(8)), rel=1e-12)  # rounding
 
 
-def test_the_best_cap_exposes_least():
-    """Of caps that leave as many buckets as the optimum of equal ones has, within what whole tensors allow."""
-    for gb_per_s in (1.0, 12.0, 450.0):
-        found = best_buckets(job(stage=0, gb_per_s=gb_per_s, latency_us=90.0), tokens=32_768, num_microbatches=1)
-        rate, latency_s = gradient_rate(job(stage=0, gb_per_s=gb_per_s, latency_us=90.0))
-        equal = uniform_optimum(found.backward_s, 2 * XL.num_params, rate, latency_s)
-        # Equal buckets of any size are the ideal, whole tensors are not.
-        assert equal.tail_s * 0.5 <= found.tail_s <= 3 * equal.tail_s
-        assert found.equal_mb == equal.bucket_bytes / 2**20
-        everything = best_buckets(job(stage=0, gb_per_s=gb_per_s, latency_us=1e6), 32_768, 1)
-        assert everything.count == 1 and everything.largest_mb == 2 * XL.num_params / 2**20
+def test_the_best_buckets_are_those_of_the_backward_and_its_collectives():
+    for gb_per_s in (1.0, 450.0):
+        one = job(stage=0, gb_per_s=gb_per_s, latency_us=90.0, tokens=32_768)
+        backward_s = 2 * XL.flops_per_token * 32_768 / 8 / H100.flops_per_s
+        assert plan(one).buckets == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))
+    assert plan(job(stage=0, latency_us=0.0, tokens=32_768)).buckets is None
+    # By default up to an eighth of all gradients; the embedding of a small model is a bucket of its own.
+    assert plan(one).bytes_per_device["gradient_buckets"] == 2 * XL.num_params / 8
+    small = transformer(vocab=50_000, context=128, width=768, num_layers=1, num_heads=12, hidden=3200)
+    assert plan(job(model=small, stage=0, tokens=1024)).bytes_per_device["gradient_buckets"] == 2 * 50_000 * 768
 
 
 @pytest.mark.parametrize(
