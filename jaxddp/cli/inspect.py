@@ -40,8 +40,8 @@ def add_parser(commands: Any) -> None:
         "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
         "%(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
-    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB (2^20 bytes) (default: 25 after a first bucket of 1; of bucketed, then up to an eighth of the "
-        "gradients if that is more)")  # fmt: skip
+    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
+        "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
     add("--target", default="h100:8", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
         "chips are h100, h200, a100, b200 and v5p (default: %(default)s)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "

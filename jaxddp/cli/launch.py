@@ -1,8 +1,8 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
 They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. torchrun starts the same scripts; this needs no torch, listens to no other host, starts again without the
-processes that were lost, and leaves nothing behind that they have started.
+its own. torchrun starts the same scripts; this needs no torch, listens to no other host, and leaves nothing behind that
+they have started.
 
 In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
 script.
@@ -33,7 +33,6 @@ from .interrupts import noted_signals
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
 _GRACE_S = 10.0  # between SIGTERM and SIGKILL
-_NOT_LOST = (0, LOST_ANOTHER, -signal.SIGTERM, 128 + signal.SIGTERM)  # the last two of those that are ended here
 # Linux ends the process with SIGTERM when this one dies. Not preexec_fn: Python code between fork and exec can deadlock
 # in a process with threads, as JAX's is.
 _START = """
@@ -77,9 +76,6 @@ def add_parser(commands: Any) -> None:
         "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
         "times; for programs that go on from their checkpoints (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--elastic", action="store_true", help="with --max-restarts: start again without the processes that were lost"
-    )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
@@ -107,20 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
         os.execv(sys.executable, [sys.executable, *command])
     if ranks is None:
         raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
-    if arguments.elastic and not restarts:
-        raise ValueError("elastic (=True) must come with max_restarts")
-    if status := launch(command, ranks, arguments.log_dir, restarts, arguments.elastic):
+    if status := launch(command, ranks, arguments.log_dir, restarts):
         print_line(f"ended with status {status}: the logs of all ranks are in {arguments.log_dir}")
     return status
 
 
-def launch(
-    command: Sequence[str],
-    num_processes: int,
-    log_dir: str | None = None,
-    max_restarts: int = 0,
-    elastic: bool = False,
-) -> int:
+def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
     """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
     Args:
@@ -128,7 +116,6 @@ def launch(
         num_processes: How many.
         log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
-        elastic: Then those that were lost are not started again.
 
     Raises:
         ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.
@@ -136,14 +123,10 @@ def launch(
     check_integer("num_processes", num_processes)
     check_integer("max_restarts", max_restarts, 0)
     for restart in range(max_restarts + 1):
-        status, is_signalled, num_lost = _Processes(command, num_processes, log_dir, restart).wait()
+        status, is_signalled = _Processes(command, num_processes, log_dir, restart).wait()
         if status == 0 or is_signalled or restart == max_restarts:
             break
-        num_processes -= num_lost if elastic else 0
-        if num_processes == 0:
-            print_line("no restart: no process is left")
-            break
-        print_line(f"restart {restart + 1} of {max_restarts}, after status {status}, in {num_processes} processes")
+        print_line(f"restart {restart + 1} of {max_restarts}, after status {status}")
     return status
 
 
@@ -181,13 +164,13 @@ class _Processes:
                 self.readers.append(reader)
                 reader.start()
 
-    def wait(self) -> tuple[int, bool, int]:
+    def wait(self) -> tuple[int, bool]:
         """Waits for all; after the first failure, and however this ends, ends the others.
 
         Signals of schedulers are passed on to the processes, which end by themselves.
 
         Returns:
-            The exit status, whether a signal came, and how many were lost.
+            The exit status, and whether a signal came.
         """
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
@@ -214,9 +197,7 @@ class _Processes:
         status = abs(failed.returncode) if failed is not None else max(map(abs, statuses))
         if signals and status in (signals[0], 128 + signals[0]):
             status = 128 + signals[0]
-        lost = [status for status in statuses if status not in _NOT_LOST]
-        # XLA aborts processes that miss process 0.
-        return status, bool(signals), sum(status != -signal.SIGABRT for status in lost) or len(lost)
+        return status, bool(signals)
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         """Those that have not ended; of others, what they have started is killed."""

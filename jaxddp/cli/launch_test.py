@@ -35,17 +35,6 @@ if how in ("fork", "child") and rank == 1:
         child = subprocess.Popen(["sleep", "60"])
         open(f"{folder}/child", "w").write(str(child.pid))
         how == "fork" and time.sleep(60)
-if how in ("killed", "all fail"):
-    if how == "all fail":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each fails by itself, also after the first was noticed
-    wait_for_all()
-    if how == "killed" and int(attempt) < 2 and rank == 1 - int(attempt):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "all fail":
-        sys.exit(2)
-    if int(attempt) < 2:
-        time.sleep(0.3)
-        sys.exit(5)  # as watchdogs do
 if how == "stopped" and rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 if how == "stopped":
@@ -118,13 +107,6 @@ def test_all_are_started_again_as_often_as_asked(start, tmp_path):
     assert start("until 2", log_dir=str(logs), max_restarts=2) == 0
     assert (logs / "rank-1.log").read_text() == "".join(f"attempt {attempt} rank 1 of 2\n" for attempt in range(3))
     assert start("until 2", log_dir=str(logs), max_restarts=1) == 3
-
-
-@pytest.mark.parametrize(("how", "attempts", "status"), [("killed", [5, 4, 3], 0), ("all fail", [5], 2)])
-def test_processes_that_are_lost_are_left_out(start, tmp_path, capfd, how, attempts, status):
-    assert start(how, 5, str(tmp_path / "logs"), max_restarts=2, elastic=True) == status
-    lines = [f"attempt {attempt} rank 0 of {num}" for attempt, num in enumerate(attempts)]
-    assert capfd.readouterr().out.splitlines() == lines
 
 
 def wait_for(condition, seconds=50):
@@ -226,8 +208,7 @@ def test_a_job_of_one_process_can_start_one_of_several(start, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("options", "line"),
     [([], "ranks (=None) must be given"), (["--ranks=0"], "num_processes (=0) must be a positive integer"),
-     (["--ranks=2", "--stuck-s=0"], "stuck_s (=0.0) must be a positive number"),
-     (["--ranks=2", "--elastic"], "elastic (=True) must come with max_restarts")],
+     (["--ranks=2", "--stuck-s=0"], "stuck_s (=0.0) must be a positive number")],
 )  # fmt: skip
 def test_bad_input(start, tmp_path, capsys, options, line):
     assert main(["launch", *options, str(tmp_path / "script.py")]) == 2

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..communication.buckets import MIB
 from ..network import GB
-from ..communication.buckets import MIB
-from ..network import GB
 from ..planning.plan import Plan
 from ..table import paragraph, table
 

@@ -1,15 +1,9 @@
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from jaxddp.__main__ import main
 from jaxddp.models import SIZES
-from jaxddp.planning.chips import CHIPS
 
 KEYS = (
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
@@ -82,26 +76,18 @@ def test_precision_stage_and_accumulation(capsys):
 
 BAD_INPUT = {
     "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
-    "--width 3": "--width must come with --model custom, not with 'xxl'",
     "--model custom --width 3": "--model custom needs --hidden, --layers as well",
-    f"{CUSTOM} --vocab 3": "--model custom needs --heads, --context as well",
     "--model custom --width 0 --hidden 4 --layers 2": "width (=0) must be a positive integer",
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
-    "--tokens 0": "tokens (=0) must be a positive integer",
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
     "--tokens many": "argument --tokens: invalid int value: 'many'; see python -m jaxddp plan --help",
     "--stage 4": "stage (=4) must be one of 0, 1, 2, 3",
-    "--accumulation-steps 0": "accumulation_steps (=0) must be a positive integer",
-    "--dtype text": "dtype (='text') must be a name with a width, like 'float32'",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
-    "--precision half": "argument --precision: invalid choice: 'half' (choose from ",
     "--flops-per-s 0": "flops_per_s (=0.0) must be a positive finite number",
-    "--memory-gb -1": "memory_bytes (=-1000000000.0) must be a positive finite number",
     "--link-gb-per-s inf": "network gb_per_s (=inf) must be a positive finite number",
     "--host-link-gb-per-s 5": "host_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
-    "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
     "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with --network-file",
 }
 
@@ -116,31 +102,6 @@ def test_bad_input_is_one_line_and_status_2(command, capsys):
     assert (status, output.out) == (2, "")
     assert output.err.startswith(f"error: {BAD_INPUT[command]}")
     assert output.err.count("\n") == 1 and output.err.endswith("\n")
-
-
-def test_help_is_quick_and_lists_every_chip_and_option():
-    code = (
-        "import sys; from jaxddp.__main__ import main\n"
-        "try: main(['plan', '--help'])\n"
-        "finally: print([name for name in ('jax', 'flax', 'rich', 'jaxddp.models') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    *words, imported = result.stdout.splitlines()
-    assert imported == "[]"
-    assert set(re.findall(r"[\w.]+", " ".join(words))) >= {*CHIPS, "seed_xl", "MiB", "custom", "xxl"}
-
-
-def test_interrupt_is_one_line_and_status_130():
-    """Sent from inside, as soon as there is something to interrupt."""
-    code = (
-        "import os, signal, sys, jaxddp.planning.plan as planning\n"
-        "planning.plan = lambda job: os.kill(os.getpid(), signal.SIGINT) or [0 for _ in iter(int, 1)]\n"
-        "from jaxddp.__main__ import main; sys.exit(main(['plan']))"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ}, check=False
-    )
-    assert signal.SIGINT == 2 and (process.returncode, process.stdout, process.stderr) == (130, "", "interrupted\n")
 
 
 def test_only_the_example_has_its_own_grid(capsys):

@@ -3,11 +3,9 @@
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
 and imports nothing of this package: JAX starts here with the environment that the parent chose.
 
-    direction        bytes on the pipe
-    parent -> child  8 bytes of length, then a pickled ``dict``: the request; the pipe stays open
-    child -> parent  a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
-
-The child ends when its input is closed, so it never outlives its parent.
+    standard input     a pickled ``dict``: the request
+    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
+    argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import os
 import pickle
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import Any
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
@@ -57,20 +55,18 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     return {"text": compiled.as_text(), "memory": sizes}
 
 
-def _end_with(pipe: BinaryIO) -> None:
-    pipe.read(1)
+def _end_with(pipe: int) -> None:
+    os.read(pipe, 1)
     os._exit(1)
 
 
 def _main() -> None:
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     # Keeps the compilers' output out of the answer.
     answer_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    length = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    request = pickle.loads(sys.stdin.buffer.read(length))
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     try:
-        answer: tuple[str, Any] = ("compiled", compile_request(request))
+        answer: tuple[str, Any] = ("compiled", compile_request(pickle.load(sys.stdin.buffer)))
     except Exception as error:
         answer = ("refused", f"{type(error).__name__}: {error}")
     pickle.dump(answer, answer_to)

@@ -21,9 +21,9 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.instruments.simulate import simulate
-from jaxddp.instruments.targets import target_like
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import Network
+from jaxddp.planning.chips import chip_of
 
 MODEL = "seed_xl"  # 2 GB of state
 NUM_RANKS = 8
@@ -80,7 +80,7 @@ def measure(strategy, model=MODEL):
     state, batch = first_inputs(trainer, params, SIZES[model])
     program = trainer.compile(state, batch)
     schedule = read_schedule(program)
-    target = target_like(trainer.mesh)
+    chip = chip_of(trainer.mesh.devices.flat[0].device_kind)
 
     def round_s():
         nonlocal state
@@ -97,11 +97,11 @@ def measure(strategy, model=MODEL):
         "strategy": strategy,
         "model": model,
         "device_kind": trainer.mesh.devices.flat[0].device_kind,
-        "chip": target.chip.name,
+        "chip": chip.name,
         "jax": jax.__version__,
         "planned": sorted(trainer.planned(state, batch)),
         "compiled": schedule.gradient_collectives(),
-        "simulated_ms": 1e3 * simulate(schedule, target.chip, Network(target.chip.link_gb_per_s)).compute_s,
+        "simulated_ms": 1e3 * simulate(schedule, chip, Network(chip.link_gb_per_s)).compute_s,
         "measured_ms": 1e3 * measured_s,
     }
 

@@ -226,8 +226,7 @@ def inspect_steps(
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(target.spec), **options)
     state = whole.abstract_state(params, model_state)
     trainers = {
-        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb))
-        for name, one in given.items()
+        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb)) for name, one in given.items()
     }
     if replicas != 1:
         trainers |= _hybrids(trainers, training, targets.mesh(target.spec, replicas=replicas))
@@ -246,11 +245,11 @@ def inspect_steps(
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
-    alone = read_schedule(_result("one rank alone", pending_alone, target))
+    alone = read_schedule(pending_alone.result())
     bound = lower_bound(alone, target.chip, network, least, target.num_devices)
     found = []
     for name in trainers:
-        program = _result(name, pending[name], target)
+        program = pending[name].result()
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
         _check_fits(f"a step of {name} needs", memory["peak"], target, memory["available"])
@@ -283,14 +282,6 @@ def _check_fits(what: str, needed: int, target: targets.Target, available: int) 
             f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
             f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
         )
-
-
-def _result(name: str, pending: targets.Pending, target: targets.Target) -> targets.TargetProgram:
-    try:
-        return pending.result()
-    except targets.TargetMemoryError as error:
-        _check_fits(f"a step of {name} needs", error.needed_bytes, target, error.available_bytes)
-        raise
 
 
 def _checked(
@@ -363,12 +354,13 @@ def _is_held(program: targets.TargetProgram, state: TrainState, held: DeviceByte
 
 
 def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
-    assert schedule.memory is not None
+    stats = schedule.memory
+    in_all = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return {
         "parameters": held.parameters,
         "optimizer_state": held.optimizer_state,
         "batch": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // target.num_devices,
-        "temporaries": schedule.memory.temporaries,
-        "peak": schedule.memory.peak,
+        "temporaries": stats.temp_size_in_bytes,
+        "peak": in_all - stats.alias_size_in_bytes,  # outputs that take the place of donated arguments
         "available": target.chip.memory_bytes,
     }

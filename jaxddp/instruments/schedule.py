@@ -126,17 +126,6 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class CompiledMemory:
-    """Bytes of one device, as the compiler laid them out."""
-
-    arguments: int
-    outputs: int
-    aliased: int  # outputs in the memory of donated arguments
-    temporaries: int
-    peak: int
-
-
-@dataclass(frozen=True)
 class Overlap:
     """How a step's gradient collectives overlap its backward.
 
@@ -162,13 +151,13 @@ class Schedule:
         operations: In the order in which they are issued.
         num_devices: Devices that it was compiled for.
         notes: What could not be read, in words.
-        memory: Of one device; None if only the text was given.
+        memory: Of one device, as ``Compiled.memory_analysis()`` gives it; None if only the text was given.
     """
 
     operations: tuple[Operation, ...]
     num_devices: int = 1
     notes: tuple[str, ...] = ()
-    memory: CompiledMemory | None = None
+    memory: Any = None
 
     def collectives(self) -> list[Collective]:
         """All collectives in schedule order; those of a loop once per iteration."""
@@ -224,7 +213,7 @@ def read_schedule(compiled: Any) -> Schedule:
     module = parse_module(compiled)
     reader = OperationReader(module)
     operations = reader.read(module.computations[module.entry])
-    memory = None if isinstance(compiled, str) else _memory(compiled)
+    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
 
 
@@ -426,11 +415,3 @@ def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
         yield operation
         for _ in range(operation.trips if operation.body else 0):
             yield from _walk(operation.body)
-
-
-def _memory(compiled: Any) -> CompiledMemory:
-    stats = compiled.memory_analysis()
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    peak = arguments + outputs - aliased + temporaries
-    return CompiledMemory(arguments, outputs, aliased, temporaries, peak)

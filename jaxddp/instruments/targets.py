@@ -6,9 +6,8 @@ A target's mesh has its name and no devices: tracing and planning need no more. 
     compiled  in a child        ``compile_process.py``: on the target's devices, with plugins and flags of its own
     read      in this process   HLO text, memory and cost of the executable: a ``TargetProgram``
 
-Plugins, flags and environment of this process do not change, and no device of the machine is used. A thread writes the
-request, waits for the answer and reaps the child. The child ends when this process ends in any way (its input is
-closed), when it is interrupted while it waits, and when the ``Pending`` is garbage-collected.
+Plugins, flags and environment of this process do not change, and no device of the machine is used. A thread waits for
+the child, which ends when this process ends in any way: a pipe that both hold is then closed.
 
 The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
 XLA chooses tilings and estimates times by these numbers; memory bandwidths differ a little from the published ones
@@ -19,16 +18,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -42,7 +38,7 @@ from ..arguments import check_kind
 from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
-from ..planning.chips import Target, chip_of, target
+from ..planning.chips import Target, target
 from ..plugins import devices, superseded_plugins
 from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
@@ -142,8 +138,7 @@ def compile_for_target(
     The options are those of ``start_compile_for_target``.
 
     Raises:
-        TargetMemoryError: If the program does not fit into the target's memory.
-        TargetError: If it cannot be compiled, or not in time.
+        TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -265,94 +260,57 @@ _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
+@cache
+def _life_line() -> tuple[int, int]:
+    """A pipe on which nothing is sent: its reading end, which children get, is closed when this process has ended."""
+    return os.pipe()
+
+
 class Pending:
-    """A running compilation, which ends when this is garbage-collected."""
+    """A running compilation."""
 
     def __init__(self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """Starts the compilation as soon as a CPU is free."""
-        self._child = _Child(target, pickle.dumps(request), environment)
-        self._end = weakref.finalize(self, self._child.kill, "was cancelled")
-        threading.Thread(target=self._child.run, daemon=True).start()
+        self._target, self._request, self._environment = target, pickle.dumps(request), environment
+        self._outcome: Future[TargetProgram] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def result(self) -> TargetProgram:
-        """Waits for the program; an exception while waiting ends the compilation.
+        """Waits for the program.
 
         Raises:
-            TargetMemoryError: If the program does not fit into the target's memory.
-            TargetError: If it cannot be compiled, or not in time.
+            TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
         """
+        return self._outcome.result()
+
+    def _run(self) -> None:
         try:
-            return self._child.outcome.result()
-        except BaseException:
-            self._end()
-            raise
+            with _free_cpus:
+                self._outcome.set_result(self._compile())
+        except BaseException as error:  # whoever waits gets it
+            self._outcome.set_exception(error)
 
-
-class _Child:
-    """The child process; has no reference to its ``Pending``, so that this can be garbage-collected."""
-
-    def __init__(self, target: Target, request: bytes, environment: Mapping[str, str]) -> None:
-        self._target, self._request, self._environment = target, request, environment
-        self._why_killed = ""
-        self._lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.outcome: Future[TargetProgram] = Future()
-
-    def kill(self, why: str) -> None:
-        with self._lock:
-            self._why_killed = self._why_killed or why
-            if self.process is not None:
-                self.process.kill()
-
-    def run(self) -> None:
-        """Compiles, in a thread."""
-        with _free_cpus, tempfile.TemporaryFile() as printed:
-            try:
-                self.outcome.set_result(self._talk(printed))
-            except TargetError as error:
-                self.outcome.set_exception(error)
-            except (OSError, EOFError, pickle.UnpicklingError) as error:
-                printed.seek(0)
-                self.outcome.set_exception(self._failure(error, printed.read().decode(errors="replace")))
-
-    def _talk(self, printed: Any) -> TargetProgram:
-        with self._lock:
-            if self._why_killed:
-                raise EOFError
-            # -P: the names of this folder's files must not hide other packages.
-            command = [sys.executable, "-P", str(_SCRIPT)]
-            process = self.process = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed
-            )
-        assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(TIMEOUT_S, self.kill, (f"took longer than {TIMEOUT_S:g} s",))
-        timer.daemon = True
-        timer.start()
+    def _compile(self) -> TargetProgram:
+        spec, (reading_end, _) = repr(self._target.spec), _life_line()
+        # -P: the names of this folder's files must not hide other packages.
+        command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
         try:
-            with process.stdout, process.stdin:
-                process.stdin.write(len(self._request).to_bytes(8, "big") + self._request)
-                process.stdin.flush()
-                kind, content = pickle.load(process.stdout)
-        finally:
-            timer.cancel()
-            # An answer that was cut off is a process that is ending by itself: its exit code says why.
-            if sys.exc_info()[0] is None:
-                process.kill()
-            process.wait()
+            done = subprocess.run(
+                command, input=self._request, capture_output=True, timeout=TIMEOUT_S, env=self._environment,
+                pass_fds=(reading_end,),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
+        if done.returncode:
+            printed = done.stderr.decode(errors="replace")
+            lines = [line.strip() for line in printed.splitlines() if line.strip()]
+            ended = f"the process that compiles for {spec} ended with code {done.returncode}"
+            raise TargetError(": ".join([ended, *lines[-1:]]), printed)
+        kind, content = pickle.loads(done.stdout)
         if kind == "refused":
-            raise refusal(self._target, content)
+            raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
         memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
         return TargetProgram(self._target, content["text"], memory)
-
-    def _failure(self, error: Exception, printed: str) -> TargetError:
-        spec = repr(self._target.spec)
-        if self._why_killed:
-            return TargetError(f"compiling for {spec} {self._why_killed}", printed)
-        if self.process is None:
-            return TargetError(f"no process could be started to compile for {spec}: {error}")
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        ended = f"the process that compiles for {spec} ended with code {self.process.returncode}"
-        return TargetError(": ".join([ended, *lines[-1:]]), printed)
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -373,17 +331,6 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
-def mesh_like(mesh_of_devices: Mesh | AbstractMesh) -> AbstractMesh:
-    """Builds the mesh, of the same axes, of the target that a mesh was made for or that its devices are.
-
-    Raises:
-        ValueError: As ``target_like``.
-    """
-    device = mesh(target_like(mesh_of_devices).spec).abstract_device
-    like = mesh_of_devices
-    return AbstractMesh(like.axis_sizes, like.axis_names, axis_types=like.axis_types, abstract_device=device)
-
-
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     """Gives the target that a mesh was made for; None if it is one of real devices.
 
@@ -396,26 +343,6 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     if mesh.abstract_device is None:
         raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
     return target(mesh.abstract_device.device_kind)
-
-
-def target_like(mesh: Mesh | AbstractMesh) -> Target:
-    """Gives the target that a mesh was made for, or the one that its real devices are.
-
-    Raises:
-        ValueError: If the devices are of no known chip, or too many or few for its topology.
-    """
-    if (named := target_of(mesh)) is not None:
-        return named
-    assert isinstance(mesh, Mesh)
-    return target(f"{chip_of(mesh.devices.flat[0].device_kind).name}:{mesh.size}")
-
-
-# The TPU compiler's words, with sizes such as 95.74G of 2^30 bytes.
-_SIZES = (
-    re.compile(r"\((?P<needed>[\d.]+[KMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[KMGT]?)\)"),
-    re.compile(r"Used (?P<needed>[\d.]+[KMGT]?) of (?P<available>[\d.]+[KMGT]?)"),
-)
-_UNITS_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class MemoryStats(NamedTuple):
@@ -461,45 +388,6 @@ class TargetError(ValueError):
         self.details = details
 
 
-class TargetMemoryError(TargetError):
-    """A program does not fit into the memory of a target's devices.
-
-    Attributes:
-        needed_bytes: Memory that it needs on each device.
-        available_bytes: Memory of a device.
-    """
-
-    def __init__(self, message: str, details: str, needed_bytes: int, available_bytes: int) -> None:
-        super().__init__(message, details)
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
-
-
-def refusal(target: Target, said: str) -> TargetError:
-    """Turns a compiler's refusal into an error.
-
-    It is a ``TargetMemoryError`` if the message has both sizes of memory.
-
-    Example:
-        >>> from jaxddp.instruments.targets import target
-        >>> print(refusal(target("v5p:8"), "RESOURCE_EXHAUSTED: Used 154G of 95.7G hbm."))
-        the program needs 165.4 GB on each device of 'v5p:8', which offers 102.8 GB: 62.6 GB too much
-    """
-    for sizes in _SIZES:
-        if found := sizes.search(said):
-            needed, available = (_num_bytes(found.group(name)) for name in ("needed", "available"))
-            message = (
-                f"the program needs {needed / 1e9:.1f} GB on each device of {target.spec!r}, which offers "
-                f"{available / 1e9:.1f} GB: {(needed - available) / 1e9:.1f} GB too much"
-            )
-            return TargetMemoryError(message, said, needed, available)
-    return TargetError(f"compiling for {target.spec!r} failed: {said.splitlines()[0]}", said)
-
-
-def _num_bytes(size: str) -> int:
-    return round(float(size.rstrip("KMGT")) * _UNITS_BYTES.get(size[-1], 1))
-
-
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
 
@@ -507,10 +395,8 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
         ValueError: If the mesh has devices, or as ``Trainer.compile``.
     """
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    if (target := target_of(trainer.mesh)) is None:
-        raise ValueError(f"mesh (={trainer.mesh}) must be a target's to compile in the background: use compile")
     function, args, options = trainer.step_function(state, batch)
-    return start_compile_for_target(target, function, args, **options)
+    return start_compile_for_target(_named(trainer.mesh), function, args, **options)
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
@@ -519,18 +405,25 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     Every gradient is taken as equal on all ranks. The program is the same for all strategies: each rank has the full
     parameters and the full optimizer state.
 
-    The trainer is on the mesh of a target, or of devices that are a target's.
-
     Raises:
-        ValueError: If the mesh's devices are of no known chip.
+        ValueError: As ``start_compile``.
     """
-    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    mesh = mesh_like(trainer.mesh)
-    strategy = naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(()))
-    silent = trainer.with_strategy(strategy, mesh)
+    check_kind("trainer", trainer, Trainer, "a Trainer")
+    target, strategy = _named(trainer.mesh), naive()._replace(name="without communication", plan=_plan_nothing)
+    silent = trainer.with_strategy(strategy)
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)
-    return start_compile_for_target(target_like(mesh), function, args, **options)
+    return start_compile_for_target(target, function, args, **options)
+
+
+def _plan_nothing(tensors: Any) -> BucketPlan:
+    return BucketPlan(())
+
+
+def _named(mesh: Mesh | AbstractMesh) -> Target:
+    if (found := target_of(mesh)) is None:
+        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
+    return found

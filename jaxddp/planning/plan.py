@@ -257,7 +257,11 @@ def _bucket_bytes(job: TrainingJob) -> float:
     """The largest bucket by default: a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB."""
     if job.num_data_ranks == 1:
         return 0.0
-    tensors, units, element_bytes = job.workload.tensor_elements, job.workload.unit_params, job.assumptions.element_bytes
+    tensors, units, element_bytes = (
+        job.workload.tensor_elements,
+        job.workload.unit_params,
+        job.assumptions.element_bytes,
+    )
     if job.stage == 3:
         return max(units) * element_bytes / job.tp
     every = _gradient_bytes(job)

@@ -97,7 +97,7 @@ def test_stage_1_and_2_are_one_program_without_micro_batches(steps):
 
 
 def test_no_whole_gradient_outlives_its_bucket(steps):
-    shards = steps("zero2, 4 micro-batches")[1].memory.temporaries
+    shards = steps("zero2, 4 micro-batches")[1].memory.temp_size_in_bytes
     gradients = NUM_LAYERS * 4 * MIB
     activations = NUM_LAYERS * (1024 // 8 // 4) * WIDTH * 4
     # The shards, three buckets (one fills, two are in flight or being unpacked) as whole gradient and as buffer, and as
@@ -107,6 +107,6 @@ def test_no_whole_gradient_outlives_its_bucket(steps):
 
 @pytest.mark.full
 def test_whole_gradients_take_more(steps):
-    shards, whole = (steps(f"{name}, 4 micro-batches")[1].memory.temporaries for name in ("zero2", "zero1"))
+    shards, whole = (steps(f"{name}, 4 micro-batches")[1].memory.temp_size_in_bytes for name in ("zero2", "zero1"))
     assert whole > NUM_LAYERS * 4 * MIB
     assert shards < whole

@@ -97,7 +97,7 @@ def test_each_rank_keeps_its_part_and_keeps_it_there(model, strategy):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         state, _ = trainer.step(state, batch)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
-    arguments = read_schedule(trainer.compile(state, batch)).memory.arguments
+    arguments = read_schedule(trainer.compile(state, batch)).memory.argument_size_in_bytes
     state_bytes = held(state.params) + held(state.opt_state) + 4 + 8  # the step and the key
     assert arguments == state_bytes + sum(leaf.nbytes for leaf in batch.values()) // NUM_RANKS
 
@@ -114,7 +114,7 @@ def test_shards_of_gradients_take_less_memory_than_whole_ones_across_micro_batch
 
     def temporaries(strategy):
         trainer = trainer_of(loss_fn, strategy, num_microbatches=4)
-        return read_schedule(trainer.compile(trainer.abstract_state(params), batch)).memory.temporaries
+        return read_schedule(trainer.compile(trainer.abstract_state(params), batch)).memory.temp_size_in_bytes
 
     shards, full = temporaries(jaxddp.zero2(0.25)), temporaries(jaxddp.zero1(0.25))
     # What is summed is a quarter of what it was, but on CPUs barriers copy, which takes most of it back: here it is
