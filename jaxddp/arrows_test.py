@@ -82,11 +82,11 @@ def test_no_modules_import_each_other_in_a_circle(package):
 
 def test_what_would_be_found():
     modules = modules_of("jaxddp")
-    source = "def late():\n    from ..instruments import simulate\nif TYPE_CHECKING:\n    from ..cli import train\n"
+    source = "def late():\n    from ..instruments import targets\nif TYPE_CHECKING:\n    from ..cli import train\n"
     graph = dict(graph_of("jaxddp"))
     step = "jaxddp.training.step"
     graph[step] = graph[step] | set(imports_of(modules[step], modules, source))
-    assert wrong_way(graph) == {(step, "jaxddp.instruments.simulate")}
+    assert wrong_way(graph) == {(step, "jaxddp.instruments.targets")}
     with pytest.raises(CycleError):
         TopologicalSorter(graph).prepare()
 
