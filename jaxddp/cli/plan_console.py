@@ -54,8 +54,8 @@ def _buckets(plan: Plan) -> str:
         return "none: no gradients are reduced"
     if (best := plan.buckets) is None:
         return "the smaller the better: a call has no latency"
-    size = f"{best.num_buckets:.3g} of {best.bucket_bytes / MIB:.4g} MiB"
-    return f"{size}, if equal: {_ms(best.tail_s)} exposed after the backward, {best.regime}"
+    size = f"{best.num_buckets:,.0f} of {best.bucket_bytes / MIB:,.1f} MiB"
+    return f"{size}, if they are equal: {_ms(best.tail_s)} exposed after the backward, {best.regime}"
 
 
 def as_json(plan: Plan, model: str) -> dict[str, Any]:

@@ -186,8 +186,10 @@ class Buckets(NamedTuple):
     regime: str
 
 
-def best_buckets(compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float) -> Buckets:
-    """Computes the best number of equal buckets, at least one, from C, s, w and o; the latency must not be 0.
+def best_buckets(
+    compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
+) -> Buckets:
+    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o; the latency must not be 0.
 
     Example:
         >>> best = best_buckets(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
@@ -195,7 +197,7 @@ def best_buckets(compute_s: float, num_bytes: float, bytes_per_s: float, latency
         (10.0, 0.12, 'communication-bound')
     """
     send_s = num_bytes / bytes_per_s
-    n = max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s)
+    n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
     return Buckets(n, num_bytes / n, tail_s, "communication-bound" if send_s >= compute_s else "compute-bound")
 

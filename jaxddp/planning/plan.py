@@ -216,12 +216,13 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
 
 
 def _best_buckets(job: TrainingJob, tokens: float) -> Buckets | None:
-    """The best equal buckets for the gradients of a micro-batch."""
+    """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
     rate, latency_s = gradient_rate(job)
     if not latency_s:
         return None
     backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * job.cluster.flops_per_s)
-    return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s)
+    most = len(job.workload.tensors)
+    return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s, most)
 
 
 def _gradient_bytes(job: TrainingJob) -> float:

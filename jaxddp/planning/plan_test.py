@@ -105,6 +105,7 @@ def test_the_best_buckets_are_those_of_the_backward_and_its_collectives():
         one = job(stage=0, gb_per_s=gb_per_s, latency_us=90.0, tokens=32_768)
         backward_s = 2 * XL.flops_per_token * 32_768 / 8 / H100.flops_per_s
         assert plan(one).buckets == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))
+    assert plan(BOOK).buckets.num_buckets == len(XXL.tensors)  # more and smaller ones would be better
     assert plan(job(stage=0, latency_us=0.0, tokens=32_768)).buckets is None
     # By default up to an eighth of all gradients; the embedding of a small model is a bucket of its own.
     assert plan(one).bytes_per_device["gradient_buckets"] == 2 * XL.num_params / 8

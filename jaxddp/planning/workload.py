@@ -76,8 +76,7 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
         >>> model.num_params, 2 * (model.kept_per_token + model.kept_cut_per_token)
         (219848638464, 17547264)
     """
-    if num_matrices not in (2, 3):
-        raise ValueError(f"num_matrices (={num_matrices}) must be 2 or 3")
+    assert num_matrices in (2, 3)
     ups = (("up", (width, hidden)),) if num_matrices == 2 else (("gate", (width, hidden)), ("up", (width, hidden)))
     block = (*ups, ("down", (hidden, width)))
     return Workload(
@@ -95,16 +94,11 @@ def transformer(vocab: int, context: int, width: int, num_layers: int, num_heads
 
     It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``.
 
-    Raises:
-        ValueError: If the heads do not divide the width.
-
     Example:
         >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
         >>> xl.num_params, len(xl.tensors)
         (171098880, 147)
     """
-    if width % num_heads:
-        raise ValueError(f"width (={width}) must be divisible by num_heads (={num_heads})")
     mlp = feed_forward(width, hidden, num_layers, num_matrices=3)
     square = (width, width)
     block = (
