@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ..communication.buckets import describe_collectives
 from ..processes.job import find_job
 from ..sizes import SIZES, TransformerConfig
+from ..table import table
 from ..training.clock import Timings, summarize
 from ..training.data import Corpus
 from .launch import launch
@@ -231,7 +232,7 @@ class Progress:
         }
         if self.num_skipped:
             rows["skipped"] = f"{self.num_skipped} steps, not finite"
-        return [f"{name:<12} {value}" for name, value in rows.items()]
+        return table(("", ""), [*rows.items()], left=("",)).splitlines()
 
     def _tokens_per_s(self, timings: Timings) -> float:
         return self._options.batch_size * self._context / timings.median_ms * 1e3
