@@ -33,17 +33,21 @@ def counted(params, batch):
 BATCH = {"x": jnp.arange(24.0).reshape(8, 3) / 24, "mask": jnp.ones(8)}
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strict_promotion_of_integer_weights(name):
-    params, options = {"w": jnp.ones((3, 2))}, {"num_microbatches": 2, "max_grad_norm": 1e9}
-    expected = make(counted, name, **options)
-    expected_state, expected_metrics = expected.step(expected.init(params), BATCH)
-    with jax.numpy_dtype_promotion("strict"):
-        trainer = make(counted, name, **options)
-        state, metrics = trainer.step(trainer.init(params), BATCH)
-        trainer.evaluate(state, BATCH)
-    np.testing.assert_array_equal(trainer.params(state)["w"], expected.params(expected_state)["w"])
-    assert metrics["loss"] == expected_metrics["loss"]
+def test_strict_promotion_of_integer_weights(name, dtype):
+    options = {"num_microbatches": 2, "max_grad_norm": 1e9}
+    with jax.enable_x64(dtype == "float64"):
+        params, batch = {"w": np.ones((3, 2), dtype)}, {key: np.asarray(leaf, dtype) for key, leaf in BATCH.items()}
+        expected = make(counted, name, **options)
+        expected_state, expected_metrics = expected.step(expected.init(params), batch)
+        with jax.numpy_dtype_promotion("strict"):
+            trainer = make(counted, name, **options)
+            state, metrics = trainer.step(trainer.init(params), batch)
+            trainer.evaluate(state, batch)
+        np.testing.assert_array_equal(trainer.params(state)["w"], expected.params(expected_state)["w"])
+        assert metrics["loss"] == expected_metrics["loss"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -62,6 +62,7 @@ def assert_equal(found, expected, atol=1e-12):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), found, expected)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("compute_dtype", [None, jnp.float32])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_is_that_of_one_device_in_shards_and_evaluated(name, compute_dtype):

@@ -9,11 +9,11 @@ from jaxddp.training.jit_baseline import auto_step
 
 
 def test_it_trains_as_the_strategies_do_with_collectives_of_the_compilers_choice():
-    loss_fn, params = build("tiny")
+    loss_fn, params = build("toy")
     optimizer, mesh = optax.sgd(0.1), jaxddp.data_mesh(4)
     trainer = jaxddp.Trainer(loss_fn, optimizer, jaxddp.flat(), mesh)
     rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, 64, (8, 16)).astype(np.int32) for name in ("tokens", "targets")}
+    batch = {name: rng.normal(size=(8, width)).astype(np.float32) for name, width in (("x", 10), ("y", 5))}
     ours, theirs = trainer.init(params), trainer.init(params)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     jitted = jax.jit(auto_step(loss_fn, optimizer), in_shardings=(replicated, by_rank), out_shardings=replicated)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 
 SHARDED = jaxddp.zero3(min_shard_elements=0)
-STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero1": jaxddp.zero1(), "zero2": jaxddp.zero2(), "zero3": SHARDED}
+STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero2": jaxddp.zero2(), "zero3": SHARDED}
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 BATCH = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
 PARAMS = {"a": np.ones((4, 4), np.float32) / 4, "b": np.ones(4, np.float32)}
@@ -61,26 +61,24 @@ import jax.numpy as jnp, numpy as np, optax, jaxddp
 jaxddp.simulate_devices(2)
 t = jaxddp.Trainer(lambda p, b: jnp.mean((b @ p) ** 2), optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
 b = np.ones((4, 3), np.float32)
-st = t.init(np.ones(3, np.float32))
-best = st.{field}
-st, _ = t.step(st, b)
-st = st._replace({field}=best)
-try:
-    t.step(st, b)
-except ValueError as error:
-    assert len(str(error).splitlines()) == 1 and {field!r} in str(error), error
-print("ended")
+for field in ("params", "opt_state", "key"):
+    st = t.init(np.ones(3, np.float32))
+    best = getattr(st, field)
+    st, _ = t.step(st, b)
+    try:
+        t.step(st._replace(**{field: best}), b)
+    except ValueError as error:
+        print(field, field in str(error), len(str(error).splitlines()))
 """
 
 
-@pytest.mark.parametrize("field", ["params", "opt_state", "key"])
-def test_a_part_of_a_donated_state_that_is_put_back_does_not_end_the_process(field):
-    program = PUT_BACK.format(field=field)
+def test_a_part_of_a_donated_state_that_is_put_back_does_not_end_the_process():
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PUT_BACK], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert (run.returncode, run.stdout) == (0, "ended\n"), run.stderr[-2000:]
+    refused = [f"{field} True 1" for field in ("params", "opt_state", "key")]
+    assert (run.returncode, run.stdout.splitlines()) == (0, refused), run.stderr[-2000:]
 
 
 def with_state(params, model_state, batch):
@@ -140,15 +138,6 @@ def test_without_jit_the_step_is_refused_in_one_line_or_the_same(strategy):
             assert "disable_jit" in str(error) and len(str(error).splitlines()) == 1
             return
     assert_near(trainer.params(state), on_one_device(loss_fn, PARAMS, BATCH))
-
-
-@each_strategy
-def test_strict_promotion_in_float64_with_microbatches(strategy):
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        params, batch = jax.tree.map(np.float64, (PARAMS, BATCH))
-        trainer = make(strategy, num_microbatches=2)
-        state, _ = trainer.step(trainer.init(params), batch)
-        assert_near(trainer.params(state), on_one_device(loss_fn, params, batch), atol=1e-14)
 
 
 def explicit():
@@ -226,6 +215,7 @@ def test_integers_of_a_batch_that_would_not_fit_are_refused():
 # Losses and what is measured
 
 
+@pytest.mark.sample
 @each_strategy
 @pytest.mark.parametrize("bad", [0, 7], ids=["of the first rank", "of the last"])
 def test_a_weight_that_is_nan_makes_the_loss_nan(strategy, bad):
@@ -360,6 +350,7 @@ def test_what_an_optimizer_of_no_updates_leaves_out_is_not_planned(strategy):
 tanh_of = jaxddp.layer(lambda w, x: jnp.tanh(x @ w))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("uses", [2, 3])
 @pytest.mark.parametrize("ends", [False, True], ids=["alone", "before another"])
 def test_a_checkpointed_unit_used_several_times_in_a_row(uses, ends):

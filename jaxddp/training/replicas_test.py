@@ -20,15 +20,12 @@ def loss_fn(params, model_state, batch):
     return jnp.mean((hidden @ params["down"]) ** 2), {"mean": 0.9 * model_state["mean"] + hidden.mean(0)}
 
 
-def train(strategy, num_steps=3, **options):
-    trainer = jaxddp.Trainer(
-        loss_fn, optax.adamw(0.1), strategy, jaxddp.data_mesh(NUM_RANKS), has_state=True, **options
-    )
+def train(strategy):
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(0.1), strategy, jaxddp.data_mesh(NUM_RANKS), has_state=True)
     rng = np.random.default_rng(0)
     params = {"up": rng.normal(size=(3, 7)).astype("f"), "down": rng.normal(size=(7, 1)).astype("f")}
     state = trainer.init(params, model_state={"mean": jnp.zeros(7)})
-    for _ in range(num_steps):
-        state, _ = trainer.step(state, rng.normal(size=(8, 3)).astype("f"))
+    state, _ = trainer.step(state, rng.normal(size=(8, 3)).astype("f"))
     return trainer, state
 
 
@@ -40,15 +37,12 @@ def flip(leaf, rank, bit, element=0):
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_sound_training_passes(name):
-    jaxddp.check_replicas(*train(STRATEGIES[name]))
-
-
+@pytest.mark.sample
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("bit", [0, 31])
 def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
-    trainer, state = train(STRATEGIES[name], num_steps=1)
+    trainer, state = train(STRATEGIES[name])
+    jaxddp.check_replicas(trainer, state)
     leaves, structure = jax.tree.flatten(state)
     for place, path in enumerate(jaxddp.named_leaves(state)):
         if path == "key":  # its numbers cannot be reached here
@@ -64,7 +58,7 @@ def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
 
 @pytest.mark.parametrize("bit", [30, 31])
 def test_the_same_bit_of_several_elements_is_found(bit):
-    trainer, state = train(jaxddp.naive(), num_steps=1)
+    trainer, state = train(jaxddp.naive())
     weights = state.params["up"]
     for element in (3, 8, 11, 20):
         weights = flip(weights, 2, bit, element)

@@ -268,24 +268,6 @@ def test_grad_dtype_is_what_travels():
     assert state.params["w"].dtype == jnp.bfloat16
 
 
-def test_a_users_own_loop_needs_no_marks():
-    def loss_fn(params, batch):
-        carry, _ = jax.lax.scan(lambda total, row: (total + row @ params["w"], None), jnp.zeros(5), batch["x"])
-        return jnp.mean(carry**2)
-
-    trainer = make(loss_fn)
-    _, metrics = trainer.step(trainer.init({"w": linear_params()["w"]}), regression_batch())
-    assert np.isfinite(metrics["loss"])
-
-
-def test_evaluate_keeps_the_state():
-    trainer = make()
-    state = trainer.init(linear_params())
-    loss = trainer.evaluate(state, regression_batch(8))
-    np.testing.assert_allclose(loss, linear_loss(linear_params(), regression_batch(8)), rtol=1e-6)
-    trainer.step(state, regression_batch())
-
-
 def test_a_flax_state_can_be_the_tree_of_parameters():
     from flax import nnx
 

@@ -97,7 +97,8 @@ def test_they_are_refused(kind, ends):
         assert re.fullmatch(expected.replace("[", r"\[").replace("]", r"\]"), of_process[kind])
 
 
-@pytest.mark.parametrize("other", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("other", [0, 1])
 def test_a_batch_that_changes_in_one_process_ends_all_within_seconds(other):
     command, address = [sys.executable, "-c", WORKER], f"127.0.0.1:{free_port()}"
     processes = [
