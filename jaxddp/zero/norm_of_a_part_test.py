@@ -35,6 +35,7 @@ def params_of():
     return [jnp.arange(1.0, 4.0), jnp.arange(1.0, 5.0), jnp.arange(1.0, 4.0)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
 @pytest.mark.parametrize(
     ("params", "part"),
@@ -51,6 +52,7 @@ def test_a_leaf_in_the_place_of_another_shape_is_refused(strategy, params, part)
         train(strategy, clip_a_part(part), params())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
 @pytest.mark.parametrize(
     ("params", "part"),

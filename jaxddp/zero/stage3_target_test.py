@@ -73,36 +73,28 @@ def make_params(kind, num_layers):
 
 
 @pytest.fixture(scope="module")
-def steps():
-    """Either kind of model with few and with many layers: both compiled at a time when the first test asks for one."""
+def compiled():
+    """A kind of model with some layers, compiled when the first test asks for it."""
 
     @functools.cache
-    def of_kind(kind):
+    def of(kind, num_layers):
         tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
-        pending = {}
-        for num_layers in (FEW, MANY[kind]):
-            strategy = jaxddp.zero3(min_shard_elements=0)
-            trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
-            state = trainer.abstract_state(make_params(kind, num_layers))
-            pending[num_layers] = trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
-        found = {}
-        for num_layers, (planned, compilation) in pending.items():
-            program = compilation.result()
-            collectives = read_schedule(program).gradient_collectives()
-            found[num_layers] = Step(planned, collectives, program.memory_analysis().temp_size_in_bytes)
-        return found
+        strategy = jaxddp.zero3(min_shard_elements=0)
+        trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
+        state = trainer.abstract_state(make_params(kind, num_layers))
+        program = targets.start_compile(trainer, state, batch).result()
+        collectives = read_schedule(program).gradient_collectives()
+        return Step(trainer.planned(state, batch), collectives, program.memory_analysis().temp_size_in_bytes)
 
-    return of_kind
+    return of
 
 
-IN_FULL = {"scan": (), "loop": pytest.mark.full}  # which compiles for a minute
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=IN_FULL[kind]) for kind in KINDS])
-def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_adds_activations_and_gradient_shards(compiled, kind):
     many = MANY[kind]
-    growth = (steps(kind)[many].temporaries - steps(kind)[FEW].temporaries) / (many - FEW)
+    growth = (compiled(kind, many).temporaries - compiled(kind, FEW).temporaries) / (many - FEW)
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32).size for shape in LAYER.values()]
     # Inputs and results of its products, and the shards of its gradients.
     formula = 4 * TOKENS * (WIDTH + HIDDEN) + 4 * sum(-(-leaf // NUM_RANKS) for leaf in leaves)
@@ -116,14 +108,14 @@ def test_a_layer_adds_activations_and_gradient_shards(steps, kind):
 
 @pytest.mark.parametrize(
     ("kind", "num_layers"),
-    [pytest.param(kind, number, marks=IN_FULL[kind]) for kind in KINDS for number in (FEW, MANY[kind])],
+    [("scan", FEW), *(pytest.param(kind, MANY[kind], marks=pytest.mark.full) for kind in KINDS)],
 )
-def test_units_are_gathered_once_forward_and_once_backward(steps, kind, num_layers):
+def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_layers):
     """2 U - 1 in a loop, where the last unit keeps its own, less the embedding, whose backward needs no parameters.
 
     In a scan every layer is gathered twice, the last one too: beside it are the embedding, and the head, which is last.
     """
-    step = steps(kind)[num_layers]
+    step = compiled(kind, num_layers)
     assert step.collectives == sorted(step.planned)
     num_units = num_layers + 2
     gathers = (2 * num_units - 1) - 1 if kind == "loop" else 2 * num_layers + 1 + 1
