@@ -11,6 +11,7 @@ def options(**given):
     return argparse.Namespace(**dict.fromkeys(make_options()) | given)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_and_its_state_is_that_of_the_formula():
     (case,) = memory.cases(options(model="tiny", batch_size=4, target="h100:2", strategies=["zero1"]))
     (row,) = measure(case, print)

@@ -31,14 +31,14 @@ import sys, time
 from pathlib import Path
 from benchmarks.soak import Job, SoakSetup
 with Job(SoakSetup("jaxddp", 1.0, 2, 0), Path(sys.argv[1], "ck"), Path(sys.argv[1], "log"), 10**9) as job:
-    while len(job.pids()) < 3:
+    while len(pids := job.pids()) < 3:
         time.sleep(0.1)
-    print(*job.pids().values(), flush=True)
+    print(*pids.values(), flush=True)
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_nothing_outlives_the_soak(tmp_path, number):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", RUNS, str(tmp_path)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[1]
 NAMES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE")
 TEST = f"""
@@ -75,7 +76,6 @@ def test_leaves():
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_a_run_that_leaves_something_behind_fails(tmp_path, workers):
     (tmp_path / "leaves_test.py").write_text(LEAVES)

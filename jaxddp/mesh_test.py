@@ -78,10 +78,11 @@ def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypa
 
 
 LISTENING = """
-import ipaddress, os, sys
+import ipaddress, os, re, sys
 import jax, numpy as np, jaxddp
 from jax.experimental import multihost_utils
-jaxddp.start_process(sys.argv[1], 2, int(sys.argv[2]))
+options = {"preemption_service": True} if sys.argv[3] == "True" else {}
+jaxddp.start_process(sys.argv[1], 2, int(sys.argv[2]), **options)
 assert multihost_utils.process_allgather(np.ones(3)).sum() == 6
 mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)}
 found = set()
@@ -93,29 +94,17 @@ for name in ("tcp", "tcp6"):
             in_order = b"".join(number[start : start + 4][::-1] for start in range(0, len(number), 4))
             address = ipaddress.ip_address(in_order)
             found.add(str(getattr(address, "ipv4_mapped", None) or address))
-print(sorted(found))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_processes_listen_where_they_reached_each_other():
-    """The host's name stands for 127.0.0.1 or 127.0.1.1; to 127.0.0.2 Linux connects from 127.0.0.1."""
-    assert run_workers(LISTENING, 2, host="127.0.0.2") == ["['127.0.0.2']", "['127.0.0.1']"]
-
-
-SIGTERM_IS_CAUGHT = """
-import re, sys, jaxddp
-options = {"preemption_service": True} if sys.argv[3] == "True" else {}
-jaxddp.start_process(sys.argv[1], 2, int(sys.argv[2]), **options)
 caught = int(re.search(r"SigCgt:\\s*(\\w+)", open("/proc/self/status").read())[1], 16)
-print(bool(caught & 1 << 14))
+print(sorted(found), bool(caught & 1 << 14))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("is_wanted", [False, True])
-def test_sigterm_ends_a_process_unless_jax_is_to_take_it(is_wanted):
-    assert run_workers(SIGTERM_IS_CAUGHT, 2, is_wanted) == 2 * [str(is_wanted)]
+@pytest.mark.parametrize("takes_sigterm", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_processes_listen_where_they_reached_each_other_and_end_by_sigterm_unless_jax_is_to_take_it(takes_sigterm):
+    """The host's name stands for 127.0.0.1 or 127.0.1.1; to 127.0.0.2 Linux connects from 127.0.0.1."""
+    found = run_workers(LISTENING, 2, takes_sigterm, host="127.0.0.2")
+    assert found == [f"['127.0.0.2'] {takes_sigterm}", f"['127.0.0.1'] {takes_sigterm}"]
 
 
 def test_bad_input():

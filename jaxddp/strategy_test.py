@@ -65,7 +65,8 @@ def test_the_trainers_program_is_the_plan(model, strategy):
     assert_the_program_is_the_plan(model, strategy, 1)
 
 
-@quick_for("naive", "bucketed")
+@pytest.mark.full
+@strategies
 def test_with_micro_batches_too(model, strategy):
     assert_the_program_is_the_plan(model, strategy, 2)
 
@@ -102,12 +103,10 @@ def test_equal_gradients_are_still_sent_apart(strategy):
 
 def test_the_combiner_let_loose_would_break_the_plan(model):
     """Guards the tests above: without the options XLA makes every strategy the same program."""
-    loss_fn, params, batch = model
-    for strategy in (STRATEGIES["naive"], STRATEGIES["bucketed"]):
-        run, plan, args = own_shard_map(loss_fn, params, batch, strategy)
-        merged = jax.jit(run).lower(*args).compile()
-        assert [kind for kind, _ in jaxddp.gradient_collectives(merged)] == ["all-reduce"]
-        assert len(planned_collectives(strategy, plan, NUM_RANKS)) > 1
+    run, plan, args = own_shard_map(*model, STRATEGIES["bucketed"])
+    merged = jax.jit(run).lower(*args).compile()
+    assert [kind for kind, _ in jaxddp.gradient_collectives(merged)] == ["all-reduce"]
+    assert len(planned_collectives(STRATEGIES["bucketed"], plan, NUM_RANKS)) > 1
 
 
 def own_shard_map(loss_fn, params, batch, strategy, check_vma=True):
@@ -137,12 +136,12 @@ def assert_equal_gradients(ours, full):
     jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=2e-7), ours, full)
 
 
-@strategies
+@quick_for("overlapped", "bucketed, caps")
 def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy):
     assert_synchronized(model, full_gradient, strategy, check_vma=True)
 
 
-@quick_for("naive", "bucketed")
+@quick_for("bucketed")
 def test_sync_gradients_in_a_shard_map_that_checks_nothing(model, full_gradient, strategy):
     assert_synchronized(model, full_gradient, strategy, check_vma=False)
 
@@ -157,7 +156,7 @@ def assert_synchronized(model, full_gradient, strategy, check_vma):
     assert_equal_gradients(gradient, full_gradient)
 
 
-@quick_for("flat", "bucketed")
+@quick_for("flat")
 def test_sync_gradients_in_pmap(model, full_gradient, strategy):
     loss_fn, params, batch = model
     by_rank = jax.tree.map(lambda leaf: leaf.reshape(NUM_RANKS, -1, *leaf.shape[1:]), batch)
@@ -224,6 +223,7 @@ def in_two_parts(buffer, axis):
     return jax.lax.all_gather(part, axis, tiled=True)[: flat.size].reshape(buffer.shape)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
     ("hook", "atol"),

@@ -18,6 +18,7 @@ def step(loss_fn, strategy, **options):
     return trainer.step(state, {"x": jnp.ones((8, 3)), "mask": jnp.ones(8)})
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_is_refused(strategy, num_microbatches):

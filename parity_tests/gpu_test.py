@@ -47,14 +47,14 @@ def start_jax(platform: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def weights_in_many_buckets(num_ranks: int, platform: str = "cuda"):
-    """Weights of the tiny language model after training, in a process of its own."""
+def weights_in_many_buckets(num_ranks: int, platform: str = "cuda", model: str = "tiny"):
+    """Weights of a model after training, in a process of its own."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
     start_jax(platform)
-    loss_fn, params = build("tiny")
+    loss_fn, params = build(model)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.bucketed(1 / 1024), jaxddp.data_mesh(num_ranks))
     state = trainer.init(params)
-    for batch in batches("tiny", "float32"):
+    for batch in batches(model, "float32"):
         state, _ = jax.block_until_ready(trainer.step(state, batch))
     return to_numpy(trainer.params(state))
 
@@ -110,10 +110,10 @@ def nccl_ranks():
 
 
 def test_what_gpus_run_runs_on_a_cpu(jax_process):
-    case = Case("zero3(0)", "adamw", 1, "tiny", "float32")
+    case = Case("zero3(0)", "adamw", 1, "toy_unused", "float32")
     alone = torch_side.train_on_one_process(case, to_numpy(jax_side.initial_params(case.model, case.dtype)))
     for weights in (
-        jax_process.run(weights_in_many_buckets, 1, "cpu")[0],
+        jax_process.run(weights_in_many_buckets, 1, "cpu", case.model)[0],
         jax_process.run(weights_of_jaxddp, case, "cpu")[0],
     ):
         assert weights.keys() == alone.keys()

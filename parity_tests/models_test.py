@@ -26,6 +26,7 @@ def numpy_batch(name, seed=0):
     return {"x": rng.normal(size=(6, 10)), "y": rng.normal(size=(6, 10 if name == "toy_tied" else 5))}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", pytest.param("byte", marks=pytest.mark.full)]
 )

@@ -176,7 +176,7 @@ CASES = [
 ]  # fmt: skip
 
 
-IN_FULL = ("flat", "overlapped", "zero2")
+IN_FULL = ("naive", "flat", "overlapped", "zero2")
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,9 @@ def test_ranks_that_normalise_their_own_examples(ranks, name, options, torch_opt
     check(ours, theirs[0], initial)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", [jaxddp.bucketed(1e-3), jaxddp.zero3(**SHARDED)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"), [(jaxddp.bucketed(1e-3), "momentum"), (jaxddp.zero3(**SHARDED), "adamw")]
+)
 def test_synchronised_statistics_are_those_of_one_process(strategy, optimizer):
     initial, ours = train_in_jax(strategy, optimizer, axis_name="data")
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]

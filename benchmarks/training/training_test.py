@@ -6,14 +6,11 @@ Functions that ranks run stand at the top level: other processes import them by 
 import dataclasses
 import math
 
-import jax
 import numpy as np
-import optax
 import pytest
 import torch
 import torch.distributed as dist
 
-import jaxddp
 import torchref
 from benchmarks import buckets
 from benchmarks.ranks import Ranks
@@ -21,7 +18,6 @@ from benchmarks.training import torch_side
 from benchmarks.training.rank import PROBES, check, compare_frameworks, distance, exposed, train
 from benchmarks.training.setup import StrategySpec, TrainingSetup
 from benchmarks.training.silent import stepped_without_communication
-from jaxddp.strategy import without_communication
 from torchref.communication.collectives import record
 from torchref.launch import shared_pool
 from torchref.models import build, loss_fn
@@ -144,28 +140,6 @@ def test_a_wrong_result_is_told(change, found):
 def test_a_norm_that_is_not_a_number_is_as_far_as_can_be():
     assert distance((1.0, 2.0), (1.0, 1.0)) == 1.0 and distance((1.0, math.nan), (1.0, 1.0)) == math.inf
     assert exposed([0.2, 0.3, 0.4], [0.1, 0.1, 0.3])["exposed_ms"] == pytest.approx(100)  # of 100, 200 and 100
-
-
-@pytest.mark.parametrize("strategy", ["naive", "bucketed", "zero1", "zero3"])
-def test_jax_sends_nothing_but_loss_and_norms_when_kept_silent(strategy):
-    def loss(params, batch):
-        hidden = jaxddp.layer(lambda own, x: x @ own["w"])(params["a"], batch)
-        return ((hidden @ params["b"]) ** 2).mean()
-
-    params = {"a": {"w": np.ones((16, 64), np.float32)}, "b": np.ones((64, 64), np.float32)}
-    batch = np.ones((8, 16), np.float32)
-    kept = []
-    for silent in (False, True):
-        made = jaxddp.make_strategy(strategy)
-        made = without_communication(made) if silent else made
-        trainer = jaxddp.Trainer(loss, optax.sgd(0.1), made, jaxddp.data_mesh(2))
-        state = trainer.init(params)
-        program = trainer.compile(state, batch)
-        kept.append(jaxddp.gradient_collectives(program))
-        state, metrics = trainer.step(state, batch)
-        jax.block_until_ready(state)
-        assert np.isfinite(metrics["loss"]) and trainer.params(state)["b"].shape == (64, 64)
-    assert kept[0] and not kept[1]
 
 
 def gather_in_silence():

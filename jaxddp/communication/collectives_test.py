@@ -40,6 +40,7 @@ def assert_same(actual, expected):
     assert np.array_equal(np.asarray(actual), np.asarray(expected))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_every_primitive_gives_the_ranks_what_its_equation_says(num_ranks, how):
@@ -86,6 +87,7 @@ def test_broadcast_ignores_what_the_other_ranks_hold():
     assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root=1), flags), jnp.zeros((3, 1), bool))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
 def test_empty_arrays_come_back_empty(shape, how):

@@ -14,7 +14,7 @@ from jaxddp.communication.ring import ring_all_gather, ring_all_reduce, ring_red
 from jaxddp.mesh import data_mesh
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_ring_equals_xlas_collectives_for_any_number_of_ranks(num_ranks):
     x = integer_valued(num_ranks, 3 * num_ranks, 2)
     assert_same(on_ranks(ring_reduce_scatter, x), on_ranks(reduce_scatter, x))
@@ -22,6 +22,7 @@ def test_ring_equals_xlas_collectives_for_any_number_of_ranks(num_ranks):
     assert_same(on_ranks(ring_all_reduce, x), on_ranks(all_reduce, x))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_ranks", [3, 8])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (0, 5), (2, 3, 5)])
 def test_all_reduce_of_any_shape(shape, num_ranks):

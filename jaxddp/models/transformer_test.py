@@ -104,8 +104,8 @@ def test_attention_equals_loops_in_numpy_in_float64():
         np.testing.assert_allclose(got, attention_by_loops(x, 3, *kernels), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("changed", [1, 7, 15])
-def test_a_later_token_leaves_earlier_logits_as_they_are(changed):
+def test_a_later_token_leaves_earlier_logits_as_they_are():
+    changed = 7
     model = nnx.jit(Transformer(SIZES["tiny"], rngs=nnx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(64, size=(2, 16))
     other = tokens.copy()
