@@ -27,8 +27,7 @@ _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 def show(inspections: list[Inspection], model: str, folder: Path | None) -> None:
     """Prints the table and the pictures' folder; ``model`` is a model's name or a dump's file."""
     first = inspections[0]
-    print(f"{model} on {first.title}")
-    print(paragraph(network_in_words(first.target, first.network)))
+    print(paragraph(f"{model} on {first.title}"))
     # Four significant figures for the longest step.
     digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
     print(f"\n{table(_HEADS, [_cells(each, digits) for each in inspections], left=('check',))}\n")

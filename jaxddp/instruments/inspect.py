@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
-from ..planning.machine import network_of
+from ..planning.machine import network_in_words, network_of
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -63,12 +63,8 @@ class Inspection:
     @property
     def title(self) -> str:
         """Target and network in words."""
-        speed = f"{self.gb_per_s:g} GB/s per rank{' between hosts' if self.network.host_gb_per_s else ''}"
         products = " and ".join(self.product_dtypes) or "no products"
-        latency = f"{self.network.latency_us:g} us per all-reduce"
-        if self.network.curves:
-            return f"{self.target.spec}, measured network, in {products}, simulated"
-        return f"{self.target.spec}, {speed}, {latency}, in {products}, simulated"
+        return f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
 
     @property
     def product_dtypes(self) -> dict[str, float]:

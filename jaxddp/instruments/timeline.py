@@ -58,7 +58,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
         }
         legend = sorted(found, key=[*_COLORS, *found].index)
         figure.legend([found[label] for label in legend], legend, loc="outside lower center", ncols=5, frameon=False)
-        figure.suptitle(title, parse_math=False)
+        figure.suptitle(title, parse_math=False, fontsize=9, wrap=True)
         figure.savefig(path, dpi=200)
 
 
