@@ -24,6 +24,7 @@ TWINS = (
 # What only one framework needs.
 ONLY_IN_ONE = {
     "plain": {"layer"},
+    "models/functional": {"abstract"},
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
         "axis_size",  # torch has get_world_size

@@ -118,7 +118,7 @@ def take_steps(
         while step < options.steps and error is None:
             batch = _to_device(corpus.batch(num_batches, options.batch_size, seed=options.seed, **place))
             with record() as issued:
-                metrics, seconds = stopwatch(take_step, trainer, batch, wait=_wait)
+                metrics, seconds = stopwatch(trainer.step, batch, wait=_wait)
             step, num_batches, loss = step + 1, num_batches + 1, metrics["loss"]
             num_skips = num_skips + 1 if metrics.get("skipped") else 0
             gives_up = num_skips > max_skips
@@ -150,16 +150,6 @@ def take_steps(
     if error is not None:
         raise error
     return progress, issued
-
-
-def take_step(trainer: Trainer, batch: Any) -> dict[str, float]:
-    """A step; torch refuses a factor of an update that its dtype does not hold."""
-    try:
-        return trainer.step(batch)
-    except RuntimeError as error:
-        if "without overflow" not in str(error):
-            raise
-        raise FloatingPointError(f"updates must be finite: {error}") from error
 
 
 def mean_loss(trainer: Trainer, held_out: Sequence[Any]) -> float | None:

@@ -8,7 +8,6 @@ functional.py    all of them by name, and their losses
 from jaxddp.sizes import SIZES as SIZES
 from jaxddp.sizes import TransformerConfig as TransformerConfig
 
-from .functional import abstract as abstract
 from .functional import build as build
 from .functional import cross_entropy as cross_entropy
 from .functional import loss_fn as loss_fn

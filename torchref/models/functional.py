@@ -1,12 +1,12 @@
 """Models by name, and the loss they are trained on.
 
-``build`` makes a module; ``abstract`` makes it on the ``meta`` device, where models larger than the memory allocate
-nothing. The loss calls ``module(...)``, so it takes a wrapped module too. Nothing here communicates.
+The loss calls ``module(...)``, so it takes a wrapped module too. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,27 +62,12 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
     Raises:
         ValueError: If the name is not known.
     """
-    make = _constructor(name_or_config)
+    make = _TOYS.get(name_or_config) if isinstance(name_or_config, str) else None
+    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if isinstance(config, TransformerConfig):
+        make = partial(Transformer, config)
+    if make is None:
+        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join([*_TOYS, *SIZES])}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
-
-
-def abstract(name_or_config: str | TransformerConfig) -> nn.Module:
-    """Like ``build``, with every parameter on the ``meta`` device: nothing is computed or allocated.
-
-    Raises:
-        ValueError: If the name is not known.
-    """
-    make = _constructor(name_or_config)
-    with torch.device("meta"):
-        return make()
-
-
-def _constructor(name_or_config: str | TransformerConfig) -> Callable[[], nn.Module]:
-    if isinstance(name_or_config, str) and name_or_config in _TOYS:
-        return _TOYS[name_or_config]
-    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
-    if not isinstance(config, TransformerConfig):
-        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join([*_TOYS, *SIZES])}")
-    return lambda: Transformer(config)

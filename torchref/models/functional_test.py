@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchref.models import abstract, build, cross_entropy, loss_fn
+from torchref.models import build, cross_entropy, loss_fn
 
 TOYS = ["toy", "toy_tied", "toy_frozen", "toy_unused"]
 
@@ -49,18 +49,10 @@ def test_the_seed_decides_the_parameters_and_leaves_the_global_generator():
     assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
-@pytest.mark.parametrize("name", [*TOYS, "tiny"])
-def test_abstract_is_build_without_values(name):
-    shapes = [(n, p.shape, p.dtype, p.requires_grad) for n, p in abstract(name).named_parameters()]
-    assert shapes == [(n, p.shape, p.dtype, p.requires_grad) for n, p in build(name).named_parameters()]
-    assert {parameter.device.type for parameter in abstract(name).parameters()} == {"meta"}
-
-
-@pytest.mark.parametrize("make", [build, abstract])
-def test_an_unknown_model_is_refused_with_the_known_ones(make):
+def test_an_unknown_model_is_refused_with_the_known_ones():
     toys = "toy, toy_tied, toy_frozen, toy_unused"
     names = f"{toys}, tiny, byte, byte_shallow, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
     with pytest.raises(ValueError, match=f"^unknown model 'foo': one of {names}$"):
-        make("foo")
+        build("foo")
     with pytest.raises(ValueError, match="^unknown model 3: one of toy, "):
-        make(3)
+        build(3)

@@ -92,12 +92,11 @@ class FSDP(Replicated):
                 raise ValueError(
                     f"module {name!r} is compiled, and a compiled program takes no shards: use BucketedDDP"
                 )
-        self._bucket_mb, self._rule, self._compute_dtype = bucket_mb, rule, compute_dtype
+        self._bucket_mb, self._rule, self.compute_dtype = bucket_mb, rule, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         self._in_flight = InFlight(weakly(self._accumulate))
         self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
-        self._uses: list[str] = []  # collectives of units since the last synchronisation, in order
-        self._order: torch.Tensor | None = None  # checksums of their order, over ranks
+        self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
         super().__init__(module, **options)
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -117,11 +116,9 @@ class FSDP(Replicated):
                 make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
         self._units: dict[str, Unit] = {}
         for name, module in self.module.named_modules():
-            params: Any = _direct(module)
-            shards, replicated = (params, {}) if module in self._to_shard else ({}, params)
-            if shards or (params and self._compute_dtype is not None):
-                args = shards, replicated, self.process_group, self._compute_dtype, self._on_use, self._on_sum
-                self._units[name] = Unit(name, module, *args)
+            is_sharded = module in self._to_shard
+            if is_sharded or (_direct(module) and self.compute_dtype is not None):
+                self._units[name] = Unit(name, module, is_sharded, self)
         del self._to_shard
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
@@ -182,11 +179,7 @@ class FSDP(Replicated):
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
-    @torch._disable_dynamo
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``DataParallel``; a ValueError if ranks had used units in another order before."""
-        self._check_order()
-        return super().forward(*args, **kwargs)
+    forward = torch._disable_dynamo(Replicated.forward)
 
     def _add_hooks(self) -> None:
         super()._add_hooks()
@@ -204,10 +197,7 @@ class FSDP(Replicated):
     def _shards(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self._trained.items() if name in self._sharded)
 
-    def _on_use(self, use: str) -> None:
-        self._uses.append(use)
-
-    def _on_sum(self, work: Any, buffer: torch.Tensor, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
+    def add_sum(self, work: Any, buffer: torch.Tensor, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
         """A unit's gradients are on their way to ``shard.grad``, zeros until then; a mean that is there is a sum again.
 
         Whoever clears that gradient meanwhile has cleared what is on its way.
@@ -237,25 +227,14 @@ class FSDP(Replicated):
         return grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
 
     def _compare_order(self) -> None:
-        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.
-
-        On a GPU the result is read at the next forward, so that nothing waits for it here.
-        """
+        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence."""
+        uses, self.uses = self.uses, []
         if self.num_ranks > 1:
-            checksum = zlib.crc32("\n".join(self._uses).encode())
-            self._order = torch.tensor(
-                [checksum, -checksum], dtype=torch.int64, device=group_device(self.process_group)
-            )
-            dist.all_reduce(self._order, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
-            self._last_uses, self._uses = self._uses, []
-            if not self._order.is_cuda:
-                self._check_order()
-
-    def _check_order(self) -> None:
-        order, self._order = self._order, None
-        if order is not None and int(order.sum()):
-            uses = {f"collective {i} of units": use for i, use in enumerate(self._last_uses)}
-            check_alike(uses, self.process_group)
+            checksum = zlib.crc32("\n".join(uses).encode())
+            furthest = torch.tensor([checksum, -checksum], device=group_device(self.process_group))
+            dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
+            if int(furthest.sum()):
+                check_alike({f"collective {i} of units": use for i, use in enumerate(uses)}, self.process_group)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
@@ -263,8 +242,6 @@ class FSDP(Replicated):
         if not mine:
             return
         check_elementwise(optimizer)
-        if self.num_ranks > 1 and getattr(optimizer, "found_inf", None) is not None:
-            raise RuntimeError("a GradScaler looks at this rank's shards alone: train in bfloat16, or use BucketedDDP")
         for shard in mine:
             for key, value in optimizer.state.get(shard, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape != shard.shape:

@@ -45,7 +45,6 @@ class ZeRO1(DataParallel):
     Attributes:
         optimizer: The optimizer over this rank's shards, one for each parameter. A schedule drives it. Its
             ``state_dict`` is marked with this rank, and another rank refuses to load it: each loads its own.
-        params_of_groups: The module's parameters in each of the optimizer's groups, frozen ones included.
     """
 
     owns_optimizer = True
@@ -91,7 +90,6 @@ class ZeRO1(DataParallel):
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
         groups = groups or [{"params": list(module.parameters())}]
-        self.params_of_groups = [group["params"] for group in groups]
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         if self.num_ranks > 1:
             names = {id(shard): name for name, shard in self._shards.items()}
@@ -132,14 +130,6 @@ class ZeRO1(DataParallel):
         finally:
             self._may_step = False
         self._gather()
-
-    @property
-    def param_groups(self) -> Any:
-        """Refused: what takes the wrapper for an optimizer, as a ``GradScaler`` does, would see shards."""
-        raise RuntimeError(
-            "param_groups are of wrapper.optimizer; a GradScaler looks at this rank's shards alone, and ranks would"
-            " skip steps apart: train in bfloat16, or use BucketedDDP"
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""

@@ -1,15 +1,15 @@
 """Units: modules whose parameters are full only while they are used.
 
-    before the forward   module.weight = Gather(shards)                 the graph saves notes only
+    before the forward   module.weight = Gather(shards)                 the graph saves how to gather again
     after                module.weight = shard again
-    in the backward      gathered when the first note is read, dropped when the unit's gradients are reduced
+    in the backward      gathered when first needed, dropped when the unit's gradients are reduced
 
     forward   full [shape] = unpack(all-gather of [width])              in the compute dtype
     backward  shard.grad  += row r of the sum over ranks of d full      in the parameter's dtype
 
-What autograd would save of the full tensors, views included, is replaced by a note that says which part of which tensor
-it was. When the backward reads a note, the unit is gathered again. So a weight is gathered for the backward only if it
-is needed: an embedding's is not, nor that of a first layer whose input needs no gradient. Inputs and outputs of the
+In place of a full tensor or a view of one, autograd saves which part of which tensor it was, and the backward gathers
+the unit again when it needs that. So a weight is gathered for the backward only if it is needed: an embedding's is not,
+nor that of a first layer whose input needs no gradient. Inputs and outputs of the
 forward may be of any structure, and activation checkpointing may run it again.
 
 Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
@@ -20,11 +20,11 @@ saved as an activation. Use ``compute_dtype`` instead.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from jaxddp.communication.buckets import BucketPlan, plan_buckets
@@ -32,7 +32,6 @@ from jaxddp.communication.buckets import BucketPlan, plan_buckets
 from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_rows
-from ..strategy import weakly
 from .shards import Shard
 
 
@@ -46,37 +45,23 @@ class Unit:
         handles: Of the unit's hooks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        shards: dict[str, Shard],
-        replicated: dict[str, nn.Parameter],
-        group: dist.ProcessGroup | None,
-        compute_dtype: torch.dtype | None,
-        on_use: Callable[[str], None],
-        on_sum: Callable[..., None],
-    ) -> None:
-        """Registers the hooks of a module.
-
-        ``on_use`` is told of every collective, ``on_sum(work, buffer, unit, bucket, row)`` of every reduce-scatter.
-        """
-        self.name, self.shards = name, shards
-        self.cuts: dict[str, Cut] = {one: shard.cut for one, shard in shards.items()}
+    def __init__(self, name: str, module: nn.Module, is_sharded: bool, net: Any) -> None:
+        """Registers the hooks of a module of ``net``, an FSDP: it lists the collectives, and adds up the gradients."""
+        params: dict[str, Any] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        self.name, self._net = name, weakref.proxy(net)
+        self.shards: dict[str, Shard] = params if is_sharded else {}
+        self._replicated = {} if is_sharded else params
+        self.cuts: dict[str, Cut] = {one: shard.cut for one, shard in self.shards.items()}
         self.needed_again = not isinstance(module, nn.Embedding)
-        self._group, self._compute_dtype = group, compute_dtype
-        self._on_use, self._on_sum = weakly(on_use), weakly(on_sum)
-        self.num_ranks = dist.get_world_size(group)
-        self.compute_plan = self._plan(list(shards), compute_dtype)
-        self.reduce_plan = self._plan([one for one, shard in shards.items() if shard.requires_grad], None)
+        self.compute_plan = self._plan(list(self.shards), net.compute_dtype)
+        self.reduce_plan = self._plan([one for one, shard in self.shards.items() if shard.requires_grad], None)
         self._again: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None  # gathered for the backward
-        self._replicated = replicated
         self._uses: list[tuple[torch.autograd.graph.saved_tensors_hooks | None, list[tuple[torch.Tensor, int]]]] = []
         self.handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward, always_call=True),
         ]
-        if shards:
+        if self.shards:
             self.handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
 
     def gather(self, is_own_dtype: bool = False) -> dict[str, torch.Tensor]:
@@ -86,9 +71,9 @@ class Unit:
             for bucket in (self._plan(list(self.shards), None) if is_own_dtype else self.compute_plan).buckets:
                 shards = {tensor.name: self.shards[tensor.name].detach() for tensor in bucket.tensors}
                 row = pack_row(bucket, {name: one.to(getattr(torch, bucket.dtype)) for name, one in shards.items()})
-                if self.num_ranks > 1:
-                    self._on_use(f"all-gather of {self.name}")
-                    rows = all_gather(row, self._group).view(self.num_ranks, -1)
+                if self._net.num_ranks > 1:
+                    self._net.uses.append(f"all-gather of {self.name}")
+                    rows = all_gather(row, self._net.process_group).view(self._net.num_ranks, -1)
                 else:
                     rows = row.detach().clone().view(1, -1)
                 full.update(unpack_rows(bucket, rows, self.cuts))
@@ -124,12 +109,12 @@ class Unit:
                 full[tensor.name] = some.new_zeros(tensor.shape) if grad is None else grad
                 check_dense(tensor.name, full[tensor.name])
             buffer = pack_rows(bucket, full, self.cuts, getattr(torch, bucket.dtype))
-            if self.num_ranks > 1:
-                self._on_use(f"reduce-scatter of {self.name}")
-                row, work = reduce_scatter(buffer, self._group, async_op=True)
+            if self._net.num_ranks > 1:
+                self._net.uses.append(f"reduce-scatter of {self.name}")
+                row, work = reduce_scatter(buffer, self._net.process_group, async_op=True)
             else:
                 row, work = buffer, None
-            self._on_sum(work, buffer, self, bucket, row.view(-1))
+            self._net.add_sum(work, buffer, self, bucket, row.view(-1))
 
     def drop(self) -> None:
         """Frees the tensors gathered for the backward."""
@@ -152,7 +137,7 @@ class Unit:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._uses.append((None, []))
-        full_params = {name: cast(parameter, self._compute_dtype) for name, parameter in self._replicated.items()}
+        full_params = {name: cast(parameter, self._net.compute_dtype) for name, parameter in self._replicated.items()}
         full: tuple[torch.Tensor, ...] = ()
         for name, shard in self.shards.items():
             if module._parameters.get(name) is not shard:
@@ -165,11 +150,11 @@ class Unit:
             one.__class__ = _Copy
         hooks = None
         if self.shards and torch.is_grad_enabled():
-            hooks = torch.autograd.graph.saved_tensors_hooks(_Packer(self, full), _unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(_packer(self, full), lambda read: read())
             hooks.__enter__()
         self._uses[-1] = hooks, [(one, one._version) for one in copies if not one.is_inference()]
         module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
-        return (args, kwargs) if self._compute_dtype is None else cast((args, kwargs), self._compute_dtype)
+        return (args, kwargs) if self._net.compute_dtype is None else cast((args, kwargs), self._net.compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._uses:  # another hook raised before this unit's was called
@@ -218,57 +203,33 @@ class _Copy(torch.Tensor):
         return self.detach()
 
 
-class _Note(NamedTuple):
-    """Saved by the graph in place of a full tensor or a view of it."""
+def _packer(unit: Unit, full: tuple[torch.Tensor, ...]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+    """Saved-tensor hook during a unit's forward: what is saved is a function that gives the tensor again."""
+    versions = unit.versions
+    names = {_place(one): name for name, one in zip(unit.shards, full, strict=True)}
+    # torch calls only the innermost saved-tensor hooks, and has no public way to find outer ones, as of checkpointing.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    unit: Unit
-    versions: tuple[int, ...]
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def read(self) -> torch.Tensor:
-        full = self.unit.gather_again(self.versions)[self.name]
-        return full.as_strided(self.size, self.stride, self.offset)
-
-
-class _Activation(NamedTuple):
-    """Another tensor, or as packed by outer saved-tensor hooks, such as those of activation checkpointing."""
-
-    kept: Any
-    version: int | None
-    unpack: Callable[[Any], torch.Tensor] | None
-
-    def read(self) -> torch.Tensor:
-        if self.unpack is not None:
-            return self.unpack(self.kept)
-        if self.kept._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation was modified by an in-place operation"
-            )
-        return self.kept
-
-
-class _Packer:
-    """Saved-tensor hook during a unit's forward: notes for the full tensors, other tensors as they are."""
-
-    def __init__(self, unit: Unit, full: tuple[torch.Tensor, ...]) -> None:
-        self._unit = unit
-        self._versions = unit.versions
-        self._names = {_place(one): name for name, one in zip(unit.shards, full, strict=True)}
-        # torch calls only the innermost saved-tensor hooks, and has no public way to find the outer ones.
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        name = self._names.get(_place(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        name = names.get(_place(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
         if name is not None:
-            offset = int(tensor.storage_offset())
-            return _Note(self._unit, self._versions, name, tensor.size(), tensor.stride(), offset)
-        if self._outer is None:
-            return _Activation(tensor, None if tensor.is_inference() else tensor._version, None)
-        pack, unpack = self._outer
-        return _Activation(pack(tensor), None, unpack)
+            place = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return lambda: unit.gather_again(versions)[name].as_strided(*place)
+        if outer is not None:
+            kept = outer[0](tensor)
+            return lambda: outer[1](kept)
+        version = None if tensor.is_inference() else tensor._version
+
+        def read() -> torch.Tensor:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation was modified by an in-place operation"
+                )
+            return tensor
+
+        return read
+
+    return pack
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -280,10 +241,6 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().data_ptr(), tensor.dtype
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    return kept.read()
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
