@@ -105,7 +105,7 @@ class Ranks:
         with _with_environment(environment):
             results = launch(
                 fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
-                backend="nccl" if on_gpus else "gloo", threads_per_rank=1,
+                backend="nccl" if on_gpus else "gloo",
                 prepare=partial(_prepare, self, in_jax), timeout_s=_GPU_TIMEOUT_S if on_gpus else _TIMEOUT_S,
                 on_message=lambda rank, said: say(said) if rank == 0 and isinstance(said, str) else None,
             )  # fmt: skip

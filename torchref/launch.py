@@ -9,8 +9,7 @@
 When a rank raises, dies or is silent for too long, the others are killed: they may wait for it in a collective. Ranks
 end with their parent, however it ends. They meet through a file, which ranks on other networks see as well.
 
-A pipe carries pickled tasks to a rank. Back come pickled ``(call, kind, content)``: messages, then a result or a
-failure. The number drops late messages of an earlier call; a started process answers as call 0.
+A pipe carries pickled tasks to a rank. Back come pickled ``(kind, content)``: messages, then a result or a failure.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import multiprocessing
 import os
 import pickle
-import queue
-import shutil
 import signal
 import socket
 import struct
@@ -33,7 +31,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +46,6 @@ from jaxddp.processes.watchdog import watch
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
 Prepare = Callable[[int], None]  # (rank)
-_Failure = tuple[float, str, str]  # when, on the clock that all processes share, 0 of a death; what; the traceback
 
 _T = TypeVar("_T")
 
@@ -58,7 +55,7 @@ _LAST_TENSORS_S = 0.2
 _OTHER_FAILURES_S = 0.1
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-_send_message: Callable[[Any], None] | None = None  # set in a rank by each call
+_send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
 
 
 class RankError(RuntimeError):
@@ -77,27 +74,21 @@ class RankPool:
     Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
     """
 
-    def __init__(
-        self, max_ranks: int, *, backend: str = "gloo", threads_per_rank: int = 1, prepare: Prepare | None = None
-    ) -> None:
+    def __init__(self, max_ranks: int, *, backend: str = "gloo", prepare: Prepare | None = None) -> None:
         """Makes a pool; starts nothing yet.
 
         Args:
             max_ranks: The most ranks that a call may have.
             backend: ``"gloo"`` (CPU) or ``"nccl"`` (rank r on CUDA device r).
-            threads_per_rank: Threads that torch's CPU operations use inside each rank.
             prepare: Called as ``prepare(rank)`` in each new process, before it starts a thread or joins a group.
 
         Raises:
             ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
         """
         self.max_ranks = _check_ranks("max_ranks", max_ranks, backend)
-        self._in_rank = backend, check_integer("threads_per_rank", threads_per_rank), prepare
+        self._backend, self._prepare = backend, prepare
         self._workers: dict[int, _Worker] = {}
-        self._num_calls = 0
         self._running = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="torchref-")
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         _open_pools.add(self)
 
     def run(
@@ -120,39 +111,36 @@ class RankPool:
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If a number is out of range, or the pool is closed or busy.
+            ValueError: If a number is out of range, or the pool is busy.
         """
         num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
-        if not self._remove_folder.alive:
-            raise ValueError("this RankPool is closed")
-        if not self._running.acquire(blocking=False):
-            raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
-        self._num_calls += 1
-        try:
-            self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
-            missing = [rank for rank in range(num_ranks) if rank not in self._workers]
-            self._workers |= {rank: _Worker(rank, *self._in_rank) for rank in missing}
-            self._collect(0, missing, _START_TIMEOUT_S, None)
-            store = os.path.join(self._folder, str(self._num_calls))
-            for rank in range(num_ranks):
-                self._workers[rank].send((self._num_calls, num_ranks, store, timeout_s, payload))
-            results = self._collect(self._num_calls, range(num_ranks), timeout_s, on_message)
-            for rank in range(num_ranks):  # no rank leaves the group while another may still need it
-                self._workers[rank].send(None)
-            return results
-        except BaseException:
-            self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
-            raise
-        finally:
-            self._running.release()
+        with tempfile.TemporaryDirectory(prefix="torchref-") as folder:
+            if not self._running.acquire(blocking=False):
+                raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
+            try:
+                self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
+                missing = [rank for rank in range(num_ranks) if rank not in self._workers]
+                self._workers |= {rank: _Worker(rank, self._backend, self._prepare) for rank in missing}
+                self._collect(missing, _START_TIMEOUT_S, None)
+                workers = [self._workers[rank] for rank in range(num_ranks)]
+                for worker in workers:
+                    worker.send((num_ranks, f"{folder}/store", timeout_s, payload))
+                results = self._collect(range(num_ranks), timeout_s, on_message)
+                for worker in workers:  # no rank leaves the group while another may still need it
+                    worker.send(None)
+                return results
+            except BaseException:
+                self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
+                raise
+            finally:
+                self._running.release()
 
     def close(self) -> None:
-        """Ends all processes of the pool; harmless if done before."""
+        """Ends all processes of the pool."""
         self._end(list(self._workers.values()))
-        self._remove_folder()
 
     def __enter__(self) -> RankPool:
         return self
@@ -160,29 +148,27 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _collect(self, call: int, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None) -> list[Any]:
-        """Waits for the results of a call from some of its ranks."""
+    def _collect(self, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None) -> list[Any]:
+        """Waits for a result of some ranks."""
         results: dict[int, Any] = {}
+        failures: dict[int, tuple[float, str, str]] = {}
         heard_s = time.monotonic()
         while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
-            # Not for long: processes forked by a dead rank can keep both of its sources open.
-            connection.wait([source for one in waiting for source in (one.pipe, one.process.sentinel)], 0.2)
-            failures: dict[int, _Failure] = {}
+            has_failed = bool(failures)
+            if has_failed:  # one failure often causes others, which may arrive first: the earliest is the cause
+                time.sleep(_OTHER_FAILURES_S)
+            else:  # not for long: processes forked by a dead rank can keep both of its sources open
+                connection.wait([source for one in waiting for source in (one.pipe, one.process.sentinel)], 0.2)
             for worker in waiting:
-                for kind, content in worker.receive(call):
+                for kind, content in worker.receive():
                     heard_s = time.monotonic()
                     if kind == "result":
                         results[worker.rank] = content
                     elif kind == "failure":
-                        failures[worker.rank] = content
+                        failures.setdefault(worker.rank, content)
                     elif on_message is not None:
                         on_message(worker.rank, content)
-            if failures:
-                # One failure often causes others, which may arrive first: the earliest is the cause.
-                time.sleep(_OTHER_FAILURES_S)
-                for rank in [one.rank for one in waiting if one.rank not in failures]:
-                    said = [content for kind, content in self._workers[rank].receive(call) if kind == "failure"]
-                    failures.update((rank, one) for one in said)
+            if has_failed:
                 rank, (_, what, details) = min(failures.items(), key=lambda item: item[1][0])
                 raise RankError(f"rank {rank} of {len(ranks)} failed: {what}\n\n{details}")
             if time.monotonic() > heard_s + timeout_s:
@@ -205,15 +191,137 @@ def launch(
     *args: Any,
     num_ranks: int,
     backend: str = "gloo",
-    threads_per_rank: int = 1,
     prepare: Prepare | None = None,
     timeout_s: float = 600.0,
     on_message: OnMessage | None = None,
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own; arguments and errors are those of `RankPool` and its ``run``."""
     _check_ranks("num_ranks", num_ranks, backend)
-    with RankPool(num_ranks, backend=backend, threads_per_rank=threads_per_rank, prepare=prepare) as pool:
+    with RankPool(num_ranks, backend=backend, prepare=prepare) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
+    return RankPool(8)
+
+
+@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
+def _close_open_pools() -> None:
+    for pool in list(_open_pools):
+        pool.close()
+
+
+class _Worker:
+    """The parent's handle on a rank's process."""
+
+    def __init__(self, rank: int, backend: str, prepare: Prepare | None) -> None:
+        """Starts the process; its first result is that it is ready."""
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, rank, backend, prepare), name=f"rank-{rank}")
+        self.process.start()
+        theirs.close()
+
+    def send(self, task: Any) -> None:
+        """Sends to the process; ``receive`` notices a dead one."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(task)
+
+    def receive(self) -> Iterator[tuple[str, Any]]:
+        """What the rank has sent so far, as (kind, content), up to its result or failure; or its death."""
+        is_alive = self.process.is_alive()  # asked first: what it sent before it died still counts
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll():
+                kind, content = self.pipe.recv()
+                yield kind, content
+                if kind != "message":  # a later death concerns the next call
+                    return
+        if not is_alive:
+            code = self.process.exitcode or 0
+            what = (
+                f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+            )
+            yield "failure", (0.0, what, "")
+
+
+# Inside a rank's process.
+
+
+def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None) -> None:
+    """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    one_at_a_time = threading.Lock()
+
+    def send(kind: str, content: Any) -> None:
+        message = pickle.dumps((kind, content))
+        with one_at_a_time:
+            pipe.send_bytes(message)
+
+    def answer(run: Callable[[], Any]) -> None:
+        try:
+            kind, content = "result", run()
+        except BaseException as error:
+            kind, content = "failure", _describe(error)
+        sys.stdout.flush()  # the process may be killed
+        sys.stderr.flush()
+        try:
+            send(kind, content)
+        except Exception as error:  # the result does not pickle
+            send("failure", _describe(error))
+
+    # Before any thread starts, so that threads inherit what it sets.
+    answer(lambda: None if prepare is None else prepare(rank))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if sys.platform == "linux":
+        # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            if (task := pipe.recv()) is not None:
+                answer(functools.partial(_run, rank, backend, functools.partial(send, "message"), *task))
+            elif dist.is_initialized():
+                dist.destroy_process_group()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)  # the main thread may be waiting in a collective
+
+
+def _run(
+    rank: int, backend: str, send: Callable[[Any], None], num_ranks: int, store: str, timeout_s: float, payload: bytes
+) -> Any:
+    global _send_message
+    torch.set_num_threads(1)
+    fn, args = pickle.loads(payload)
+    timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
+        device_id=_use_device(backend, rank),
+    )  # fmt: skip
+    dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
+    _send_message = send
+    try:
+        return fn(*args)
+    finally:
+        _send_message = None  # of threads that go on
+
+
+def _describe(error: BaseException) -> tuple[float, str, str]:
+    """When, on the clock that all processes share; what; and the traceback."""
+    details = "".join(traceback.format_exception(error))
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    return time.monotonic(), first.removesuffix(": "), details
+
+
+# Processes that a launcher has started.
 
 
 def init_from_env(
@@ -307,12 +415,6 @@ def _use_gloo_at(address: str | None) -> None:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-@functools.cache
-def shared_pool() -> RankPool:
-    """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
-    return RankPool(8)
-
-
 def _check_ranks(name: str, num_ranks: int, backend: str) -> int:
     num_ranks = check_integer(name, num_ranks)
     if backend not in _BACKENDS:
@@ -330,123 +432,3 @@ def _use_device(backend: str, index: int) -> torch.device | None:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
-
-
-@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
-def _close_open_pools() -> None:
-    for pool in list(_open_pools):
-        pool.close()
-
-
-class _Worker:
-    """The parent's handle on a rank's process."""
-
-    def __init__(self, rank: int, backend: str, num_threads: int, prepare: Prepare | None) -> None:
-        """Starts the process; it answers call 0 when it is ready."""
-        context = get_context("spawn")
-        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
-        dies_with_thread = threading.current_thread() is threading.main_thread()
-        self.rank = rank
-        self.pipe, theirs = context.Pipe()
-        arguments = theirs, rank, backend, num_threads, prepare, dies_with_thread
-        self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
-        self.process.start()
-        theirs.close()
-
-    def send(self, task: Any) -> None:
-        """Sends to the process; ``receive`` notices a dead one."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(task)
-
-    def receive(self, call: int) -> Iterator[tuple[str, Any]]:
-        """What the rank has sent for a call so far, as (kind, content), up to its result or failure; or its death."""
-        died = not self.process.is_alive()  # asked first: what it sent before it died still counts
-        try:
-            while self.pipe.poll():
-                its_call, kind, content = self.pipe.recv()
-                if its_call == call:
-                    yield kind, content
-                    if kind != "message":  # a later death concerns the next call
-                        return
-        except (EOFError, OSError):
-            died = True
-        if died:
-            self.process.join(1.0)
-            code = self.process.exitcode or 0
-            what = (
-                f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
-            )
-            yield "failure", (0.0, what, "")
-
-
-# Inside a rank's process.
-
-
-def _serve(
-    pipe: connection.Connection, rank: int, backend: str, num_threads: int, prepare: Any, dies_with_thread: bool
-) -> None:
-    """The main function of a rank's process: answers as call 0 that it is ready, then runs what it is sent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
-    if dies_with_thread and sys.platform == "linux":
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
-    one_at_a_time = threading.Lock()
-
-    def send(call: int, kind: str, content: Any) -> None:
-        message = pickle.dumps((call, kind, content))
-        with one_at_a_time:
-            pipe.send_bytes(message)
-
-    def answer(call: int, run: Callable[[], Any]) -> None:
-        try:
-            kind, content = "result", run()
-        except BaseException as error:
-            kind, content = "failure", _describe(error)
-        sys.stdout.flush()  # the process may be killed
-        sys.stderr.flush()
-        try:
-            send(call, kind, content)
-        except Exception as error:  # the result does not pickle
-            send(call, "failure", _describe(error))
-
-    def read_tasks() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                tasks.put(pipe.recv())
-        os._exit(0)  # the parent is gone; the main thread may be waiting in a collective
-
-    # Before any thread starts, so that threads inherit what it sets.
-    answer(0, lambda: None if prepare is None else prepare(rank))
-    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=read_tasks, daemon=True).start()
-    if sys.platform == "linux":
-        # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    while True:
-        if (task := tasks.get()) is not None:
-            torch.set_num_threads(num_threads)
-            call, *arguments = task
-            answer(call, functools.partial(_run, rank, backend, functools.partial(send, call, "message"), *arguments))
-        elif dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _run(
-    rank: int, backend: str, send: Callable[[Any], None], num_ranks: int, store: str, timeout_s: float, payload: bytes
-) -> Any:
-    global _send_message
-    fn, args = pickle.loads(payload)
-    timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
-        device_id=_use_device(backend, rank),
-    )  # fmt: skip
-    dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
-    _send_message = send
-    return fn(*args)
-
-
-def _describe(error: BaseException) -> _Failure:
-    details = "".join(traceback.format_exception(error))
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
-    return time.monotonic(), first.removesuffix(": "), details
