@@ -219,9 +219,12 @@ class _Worker:
     def __init__(self, rank: int, backend: str, prepare: Prepare | None) -> None:
         """Starts the process; its first result is that it is ready."""
         context = multiprocessing.get_context("spawn")
+        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
+        dies_with_thread = threading.current_thread() is threading.main_thread()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, rank, backend, prepare), name=f"rank-{rank}")
+        arguments = theirs, rank, backend, prepare, dies_with_thread
+        self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
         self.process.start()
         theirs.close()
 
@@ -250,9 +253,13 @@ class _Worker:
 # Inside a rank's process.
 
 
-def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None) -> None:
+def _serve(
+    pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None, dies_with_thread: bool
+) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    if dies_with_thread and sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     one_at_a_time = threading.Lock()
 
     def send(kind: str, content: Any) -> None:

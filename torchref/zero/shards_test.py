@@ -44,7 +44,7 @@ def refused(use):
     """The message of a use that is refused."""
     try:
         use()
-    except (RuntimeError, ValueError, AttributeError) as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -97,6 +97,7 @@ class FSDP(Replicated):
         self._in_flight = InFlight(weakly(self._accumulate))
         self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
+        self._order: torch.Tensor | None = None  # checksums of their order, over ranks
         super().__init__(module, **options)
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -179,7 +180,11 @@ class FSDP(Replicated):
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
-    forward = torch._disable_dynamo(Replicated.forward)
+    @torch._disable_dynamo
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``DataParallel``; a ValueError if ranks had used units in another order before."""
+        self._check_order()
+        return super().forward(*args, **kwargs)
 
     def _add_hooks(self) -> None:
         super()._add_hooks()
@@ -227,14 +232,23 @@ class FSDP(Replicated):
         return grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
 
     def _compare_order(self) -> None:
-        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence."""
-        uses, self.uses = self.uses, []
+        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.
+
+        On a GPU the result is read at the next forward, so that nothing waits for it here.
+        """
         if self.num_ranks > 1:
-            checksum = zlib.crc32("\n".join(uses).encode())
-            furthest = torch.tensor([checksum, -checksum], device=group_device(self.process_group))
-            dist.all_reduce(furthest, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
-            if int(furthest.sum()):
-                check_alike({f"collective {i} of units": use for i, use in enumerate(uses)}, self.process_group)
+            checksum = zlib.crc32("\n".join(self.uses).encode())
+            self._order = torch.tensor([checksum, -checksum], device=group_device(self.process_group))
+            dist.all_reduce(self._order, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
+        self._last_uses, self.uses = self.uses, []
+        if self._order is not None and not self._order.is_cuda:
+            self._check_order()
+
+    def _check_order(self) -> None:
+        order, self._order = self._order, None
+        if order is not None and int(order.sum()):
+            uses = {f"collective {i} of units": use for i, use in enumerate(self._last_uses)}
+            check_alike(uses, self.process_group)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
@@ -242,6 +256,8 @@ class FSDP(Replicated):
         if not mine:
             return
         check_elementwise(optimizer)
+        if self.num_ranks > 1 and getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError("a GradScaler looks at this rank's shards alone: train in bfloat16, or use BucketedDDP")
         for shard in mine:
             for key, value in optimizer.state.get(shard, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape != shard.shape:
