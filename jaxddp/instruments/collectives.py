@@ -104,8 +104,8 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        loops_of = {one: [loop.kind for loop in one.loops] for one in self.found}
-        return [one for one in self.found if one.kind in REDUCTIONS and MICROBATCHES in loops_of[one]]
+        reductions = (one for one in self.found if one.kind in REDUCTIONS)
+        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
 
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
