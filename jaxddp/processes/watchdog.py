@@ -141,7 +141,10 @@ class _Watchdog:
                     self._tell({"end": fault})
                 if self._fault is not None:
                     is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
-                    if self._fault.is_stuck or waits or is_cut_off or now - self._faulty_since > self._stuck_s:
+                    # One that has ended would wait at JAX's barrier for those that it ended.
+                    is_last = ended is not None and all(one.is_gone for one in self._others.values())
+                    is_late = now - self._faulty_since > self._stuck_s
+                    if self._fault.is_stuck or waits or is_cut_off or is_last or is_late:
                         self._end(self._fault)
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
@@ -239,7 +242,8 @@ class _Watchdog:
             if self._number == 0:
                 self._await_others()
         finally:
-            os._exit(STATUS)  # at once without process 0: XLA aborts processes that miss it
+            # At once without process 0: XLA aborts processes that miss it. 1 where an error of its own ended it.
+            os._exit(1 if self._ended else STATUS)
 
     def _await_others(self) -> None:
         """Waits until the processes that answer have ended: without process 0 XLA would abort them."""
