@@ -52,6 +52,7 @@ _LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and 
 class _Fault(NamedTuple):
     reason: str
     is_stuck: bool  # then stacks show more of it
+    failed: int = -1  # the process that an error of its own ended
 
 
 class _Process:
@@ -208,7 +209,7 @@ class _Watchdog:
                 how = f"failed, {_last_step(one)}: {one.ended}"
                 if not one.ended:
                     how = f"has ended, {_last_step(one)}, and others began {_name(newest, one.place)}"
-                return _Fault(f"process {number} {how}", is_stuck=False)
+                return _Fault(f"process {number} {how}", False, number if one.ended else -1)
         live = {number: one for number, one in everyone.items() if one.ended is None}
         if is_one_missed or not live:
             return None
@@ -242,8 +243,8 @@ class _Watchdog:
             if self._number == 0:
                 self._await_others()
         finally:
-            # At once without process 0: XLA aborts processes that miss it. 1 where an error of its own ended it.
-            os._exit(1 if self._ended else STATUS)
+            # At once without process 0: XLA aborts processes that miss it.
+            os._exit(1 if fault.failed == self._number else STATUS)
 
     def _await_others(self) -> None:
         """Waits until the processes that answer have ended: without process 0 XLA would abort them."""
