@@ -15,7 +15,7 @@ There are three uses:
     communication/reduction.py   buckets are divided in the order of the plan, and on GPUs packed in it; none is divided
                                  before all are packed, that is before the backward ends; equal ones are each reduced
     training/step.py             every micro-batch gathers parameters anew, instead of all of them before the loop
-    zero/ordering.py             at most two units' parameters are gathered, or wait to be scattered, at a time
+    zero/ordering.py             at most three units' parameters are gathered, or wait to be scattered, at a time
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .formulas import FP32, Assumptions, Buckets, PerParameter, Split, Times
 from .machine import Cluster
 from .workload import Workload
 
-_GATHERED_UNITS = 2  # at the same time at stage 3: one in use, one prefetched
+_GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Limits prefetch: at most two units' parameters are gathered, or wait for their scatter, at a time.
+"""Limits prefetch: at most three units' parameters are gathered, or wait for their scatter, at a time.
 
 A model's data dependencies do not order its collectives: XLA may start the gathers of later units at once, or let the
 backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (see
-``communication/ordering.py``) makes unit u wait for unit u - 2, and its gradient does the same for the backward:
+``communication/ordering.py``) makes unit u wait for unit u - 3, and its gradient does the same for the backward:
 
-    forward    shards of u           wait for  results of u - 2               so its gather runs beside unit u - 1
-    backward   gradients into u - 2  wait for  scattered gradients of u       so its scatter runs beside unit u - 1
+    forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
+    backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
+
+With two units instead, a gather that takes longer than the unit it runs beside would be waited for, though the next
+unit may compute for longer than its own gather takes.
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ from ..communication.ordering import order_token, use_token
 
 
 def first_tokens() -> list[Any]:
-    """What the first two units of a program wait for: the first for nothing, the second for a number of its own.
+    """What the first three units of a program wait for: the first for nothing, the others for a number of their own.
 
-    XLA would gather what both use once, and hold it.
+    XLA would gather what two of them use once, and hold it.
     """
-    return [None, order_token((), 1.0)[1]]
+    return [None, order_token((), 1.0)[1], order_token((), 2.0)[1]]
 
 
 def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], shards: list[jax.Array]) -> list[Any]:
-    """Runs a unit whose shards wait for the results of the second last one.
+    """Runs a unit whose shards wait for the results of the third last one.
 
     Args:
         tokens: Of the units before it; that of this one is added.
@@ -39,7 +42,7 @@ def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], sh
     Returns:
         The unit's results.
     """
-    token = tokens[-2]
+    token = tokens[-3]
     if token is not None:
         shards, token = _on_floats(_wait, shards, token)
     results, after = _on_floats(_release, unit(shards), jnp.zeros(()))
