@@ -1,7 +1,10 @@
 """ShardedOptimizer: torch's interface, optimizers that are not element-wise, saved states."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchref
@@ -54,6 +57,22 @@ def late_group_closure_and_schedule():
     assert optimizers[0].param_groups[1]["eps"] == 1e-8  # a default of the class
     assert isinstance(optimizers[0], torch.optim.Optimizer)
     return same_weights(ours, theirs)
+
+
+def scaled():
+    """A scaler over averaged gradients: what overflows on one rank skips the step on all of them."""
+    net = torchref.BucketedDDP(mlp(), sync="backward")
+    optimizer = torchref.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    has_moved = []
+    for factor in (float("inf") if dist.get_rank() == 1 else 1.0, 1.0):
+        before = copy.deepcopy(net.module)
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(4, 3, dtype=torch.float64)).square().sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        has_moved.append(not same_weights(before, net.module))
+    return has_moved
 
 
 def not_element_wise():
@@ -128,6 +147,10 @@ def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
 
 def test_an_optimizer_that_is_not_element_wise(ranks):
     assert ranks.run(not_element_wise, num_ranks=2) == [True, True]
+
+
+def test_a_scaler_skips_the_same_steps_on_all_ranks(ranks):
+    assert ranks.run(scaled, num_ranks=2) == [[False, True]] * 2
 
 
 def test_state_loads_on_the_same_rank_only(ranks):

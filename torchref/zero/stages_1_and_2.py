@@ -136,7 +136,7 @@ class ZeRO1(DataParallel):
         """Refused: what takes the wrapper for an optimizer, as a ``GradScaler`` does, would see shards."""
         raise RuntimeError(
             "param_groups are of wrapper.optimizer; a GradScaler looks at this rank's shards alone, and ranks would"
-            " skip steps apart: train in bfloat16, or use BucketedDDP"
+            " skip steps apart: train in bfloat16, or use BucketedDDP with a ShardedOptimizer"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
