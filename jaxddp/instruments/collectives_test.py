@@ -118,16 +118,20 @@ def test_axes_are_those_of_the_mesh_also_of_a_shard_map_inside():
     assert {one.source for one in found.found} == {line_of(sums, "psum")}
 
 
-def test_functions_of_nnx_programs_and_texts_are_read():
+def test_functions_of_nnx_are_read_and_what_xla_merged_has_the_phase_and_line_of_its_parts():
     @nnx.jit
     def step(model, x):
         return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
 
     model = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh(), P())))
-    x = jax.device_put(jnp.ones((16, WIDTH)), NamedSharding(mesh(), P("data")))
-    assert {kind for kind, _ in collectives(step, model, x).pairs} == {"all-reduce"}
+    for target in (None, "h100:4"):
+        (merged,) = collectives(step, model, shape(16, WIDTH, spec=("data",)), target=target).found
+        assert (merged.kind, merged.num_bytes, merged.phase) == ("all-reduce", 4 * (2 * WIDTH + 2), "backward")
+        assert merged.source == line_of(inspect.unwrap(step), "nnx.grad")
 
+
+def test_lowered_and_compiled_programs_and_texts_are_read():
     lowered = jax.jit(jax.grad(loss_fn)).lower(fsdp_params(), shape(16, WIDTH, spec=("data",)))
     compiled = lowered.compile()
     of_all = [collectives(one) for one in (lowered, compiled, compiled.as_text())]

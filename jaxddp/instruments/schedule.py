@@ -302,18 +302,14 @@ class OperationReader:
             inner, where = found[0]
         kind = _kind(inner)
         is_async = instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true"
+        origins = [inner, *_origins(instruction, computation)]
         return Collective(
             kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
             _kernel(inner, instruction),
-            inner.op_name or instruction.op_name, _pairs(inner),
+            next((one.op_name for one in origins if one.op_name), ""), _pairs(inner),
             inner.arrays[0].dtype if inner.arrays else "",
-            self._source(inner, where) or self._source(instruction, computation),
+            next(filter(None, map(self.module.source, origins)), ""),
         )  # fmt: skip
-
-    def _source(self, instruction: Instruction, computation: Computation) -> str:
-        """The line that an instruction comes from; that of an operand for one that XLA has made itself."""
-        made_of = [computation[name] for name in instruction.operands if name in computation]
-        return next(filter(None, map(self.module.source, [instruction, *made_of])), "")
 
     def _group(self, instruction: Instruction) -> tuple[int, ...]:
         printed = instruction.attributes.partition("replica_groups=")[2]
@@ -342,6 +338,7 @@ class OperationReader:
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
+        scopes |= {name: phase for name, c in collectives.items() if c and (phase := _phase_of_scope(c.op_name))}
         gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
         for name, inner in reversed(computation.items()):
@@ -371,6 +368,23 @@ class OperationReader:
         if not any(flops.values()):
             return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
         return max(flops, key=lambda phase: flops[phase])
+
+
+def _origins(instruction: Instruction, computation: Computation) -> list[Instruction]:
+    """The instruction, or those with names that it is made of: XLA names no collective that it merges others to.
+
+    Those of the backward come first.
+    """
+    found, unnamed, seen = [], [instruction], {instruction.name}
+    while unnamed:
+        one = unnamed.pop()
+        if one.op_name:
+            found.append(one)
+            continue
+        operands = [computation[name] for name in one.operands if name in computation and name not in seen]
+        seen.update(operand.name for operand in operands)
+        unnamed += operands
+    return sorted(found, key=lambda one: "transpose(" not in one.op_name)
 
 
 def _phase_of_scope(op_name: str) -> str:

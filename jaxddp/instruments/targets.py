@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
+from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ..arguments import check_kind
@@ -88,10 +89,28 @@ def compile_jitted(
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
     traced = jitted.trace(*args, **kwargs)
+    within = getattr(traced, "traced", None)  # of nnx.jit, whose arguments are models
+    if isinstance(within, jax.stages.Traced):
+        jitted, args, kwargs = *_of_arrays(within), {}
+        traced = jitted.trace(*args)
     if not isinstance(jitted, jax.stages.Wrapped) or not hasattr(traced, "_params"):
         raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
     options = dict(traced._params.get("compiler_options_kvs", ()))  # no public name has them
     return _start(target, jitted, args, kwargs, mesh, traced.donate_argnums, options).result()
+
+
+def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """A traced function as one of its arrays alone, and these."""
+    params: Any = traced._params  # no public name has shardings
+    jitted = jax.jit(
+        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
+        out_shardings=list(params["out_shardings"]),
+        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
+    )  # fmt: skip
+    arrays = [
+        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
+    ]
+    return jitted, arrays
 
 
 def _start(
