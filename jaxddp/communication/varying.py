@@ -9,9 +9,11 @@ from jax import lax
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes over which an array may vary; none where ``check_vma`` is off."""
+    """The mesh axes over which an array may vary, or is one of the terms of a sum; none where ``check_vma`` is off."""
     kind = jax.typeof(x)
-    return frozenset(kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+    if not hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying | kind.manual_axis_type.unreduced)
 
 
 def as_varying(tree: Any, axis: str | tuple[str, ...]) -> Any:

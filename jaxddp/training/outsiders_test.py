@@ -193,6 +193,31 @@ def test_a_loop_of_ones_own_on_a_mesh_of_explicit_axes(strategy, check_vma):
     assert_near(jax.device_get(params), on_one_device(loss_fn, PARAMS, BATCH))
 
 
+@pytest.mark.skipif(not hasattr(P(), "unreduced"), reason="this JAX types no sums that are not reduced")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_typed_unreduced_are_summed_as_planned(check_vma):
+    mesh, strategy = explicit(), jaxddp.bucketed()
+    plan = jaxddp.plan_gradients(strategy, jax.grad(loss_fn), PARAMS, BATCH[:2])
+
+    @jax.jit
+    def terms(params, batch):  # of each rank, of a sum
+        params = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P(*[None] * leaf.ndim, reduced={"data"})), params)
+        return jax.grad(loss_fn)(params, batch)
+
+    with jax.set_mesh(mesh):
+        put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P()))
+        grads = terms(jax.tree.map(put, PARAMS), jax.device_put(BATCH, jax.NamedSharding(mesh, P("data"))))
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, grads)
+    assert all(spec.unreduced == {"data"} for spec in jax.tree.leaves(specs, is_leaf=lambda one: isinstance(one, P)))
+    total = jax.shard_map(
+        lambda grads: jaxddp.sync_gradients(grads, plan, "data", denominator=1),
+        mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma,
+    )  # fmt: skip
+    compiled = jaxddp.jit(total, strategy).lower(grads).compile()
+    assert_near(jax.device_get(compiled(grads)), jax.grad(loss_fn)(PARAMS, BATCH))
+    assert jaxddp.collectives(compiled).pairs == [("all-reduce", 4 * sum(leaf.size for leaf in PARAMS.values()))]
+
+
 def test_of_mixed_axes_those_of_parameters_are_left_to_xla():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])  # of explicit axes
     specs = {"a": P(None, "model"), "b": P("model")}
