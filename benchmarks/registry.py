@@ -4,9 +4,10 @@ from .buckets import BENCHMARK as BUCKETS
 from .collectives import BENCHMARK as COLLECTIVES
 from .gates import BENCHMARK as GATES
 from .memory import BENCHMARK as MEMORY
+from .ports.measure import BENCHMARK as PORTS
 from .scaling import BENCHMARK as SCALING
 from .soak import BENCHMARK as SOAK
 from .strategies import MAIN, STRATEGIES_BENCHMARK
 
-ALL = (MAIN, STRATEGIES_BENCHMARK, BUCKETS, COLLECTIVES, SCALING, MEMORY, GATES, SOAK)
+ALL = (MAIN, STRATEGIES_BENCHMARK, BUCKETS, COLLECTIVES, SCALING, MEMORY, GATES, SOAK, PORTS)
 BENCHMARKS = {one.name: one for one in ALL}

@@ -1,0 +1,118 @@
+"""Programs as people have them, before and after their port: the same weights, and how many lines.
+
+    python -m benchmarks ports
+
+A program is a file of this folder. ``data`` makes its batches from a seed, ``before`` trains on one device or rank and
+``after`` on several; both give their weights, in float64. A program by shapes trains nothing: its port is compiled for
+a machine that is not here, and must communicate as planned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ..benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
+from ..render import CHECK, Column, counts
+from .train import Trained, Weights, train_in_jax, train_in_torch
+
+NUM_RANKS, TARGET = 4, "h100:8"
+ATOL = 1e-12  # in float64 room for the order of sums alone
+MIN_MOVE = 1e-4  # of some weight; else nothing was trained
+
+
+def cases(options: Options) -> list[Case]:
+    """A case for each program."""
+    return [Case(name, run) for name, run in PROGRAMS.items()]
+
+
+def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
+    """The row of a program."""
+    say(case.name)
+    try:
+        program = import_module(f"{__package__}.{case.name}")
+    except ModuleNotFoundError as missing:
+        raise NotRun(f"needs {missing.name}") from None
+    yield {
+        "framework": "torchref" if case.setup is IN_TORCH else "jaxddp", "strategy": ", ".join(program.STRATEGIES),
+        "lines_before": num_lines(program.before), "lines_after": num_lines(program.after),
+    } | case.setup(program)  # fmt: skip
+
+
+def num_lines(function: Callable[..., Any]) -> int:
+    """Counts the lines of a function, without comments, blank lines and its docstring of one line."""
+    lines = [line.strip() for line in inspect.getsource(function).splitlines()]
+    return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
+
+
+def train(train_in: Callable[[Any, int], Trained], program: Any) -> dict[str, Any]:
+    """Trains before the port and after it."""
+    return compare(*train_in(program, NUM_RANKS))
+
+
+def compare(start: Weights, end: Weights, after: Mapping[str, Sequence[Weights]]) -> dict[str, Any]:
+    """Compares the weights that each rank has under each strategy with those before the port."""
+    apart = {name: max(difference(found, end) for found in of_ranks) for name, of_ranks in after.items()}
+    wrong = ", ".join(name for name, one in apart.items() if one > ATOL)
+    if difference(start, end) < MIN_MOVE:
+        wrong = "nothing was trained"
+    check, worst = f"{WRONG}{wrong}" if wrong else "ok", max(apart.values())
+    return {"num_ranks": NUM_RANKS, "dtype": "float64", "difference": worst, "tolerance": ATOL, "check": check}
+
+
+def difference(found: Weights, right: Weights) -> float:
+    """The largest of any element; infinite if names or shapes differ, or an element is not finite."""
+    if {name: one.shape for name, one in found.items()} != {name: one.shape for name, one in right.items()}:
+        return np.inf
+    largest = np.max([np.abs(one - right[name]).max() for name, one in found.items()])  # NaN stays
+    return float(largest) if np.isfinite(largest) else np.inf
+
+
+def compile_port(program: Any) -> dict[str, Any]:
+    """Compiles a port for the target under each strategy, and compares its communication with the plan."""
+    import jaxddp
+
+    mesh, planned, wrong = jaxddp.targets.mesh(TARGET), [], []
+    program.before(program.data(), mesh)
+    for name in program.STRATEGIES:
+        trainer, state, batch = program.after(program.data(), jaxddp.make_strategy(name), mesh)
+        plan = sorted(trainer.planned(state, batch))
+        try:
+            compiled = trainer.compile(state, batch)
+        except ValueError as error:
+            raise (NotRun(str(error)) if "install" in str(error) else error) from None
+        planned.append(counts(plan))
+        wrong += [name] * (jaxddp.gradient_collectives(compiled) != plan)
+    check = f"{WRONG}{', '.join(wrong)} not as planned" if wrong else "ok"
+    return {"device": TARGET, "planned": "; ".join(planned), "check": check}
+
+
+IN_JAX, IN_TORCH = partial(train, train_in_jax), partial(train, train_in_torch)
+PROGRAMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "flax_mnist": IN_JAX, "flax_imagenet": IN_JAX, "haiku_mnist": IN_JAX, "midgpt_equinox": IN_JAX,
+    "gemma_shapes": compile_port, "llama_shapes": compile_port,
+    "nanogpt": IN_TORCH, "cs336_naive": IN_TORCH, "cs336_individual": IN_TORCH, "cs336_bucketed": IN_TORCH,
+    "cs336_sharded": IN_TORCH,
+}  # fmt: skip
+COLUMNS = (
+    Column("program", "case"), Column("framework"), Column("lines before", "lines_before"),
+    Column("lines after", "lines_after"), Column("strategies", "strategy"),
+    Column("max diff", "difference", form="{:.1e}".format), Column("tolerance", form="{:.0e}".format),
+    Column("planned = compiled", "planned"), CHECK,
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "ports", "programs as people have them, before and after they were moved onto the packages", (), cases, measure,
+    {"Programs before and after their port": COLUMNS}, lambda rows: (),
+    notes=(
+        "lines: of the functions before and after, without comments and blank lines; starting processes is in neither",
+        f"max diff: of any weight after 4 or 5 steps on {NUM_RANKS} ranks under the strategies, to before the port on"
+        " one device or rank, in float64",
+        "planned = compiled: gradient collectives of a program by shapes (AR all-reduce, RS reduce-scatter, AG"
+        f" all-gather) in the plan of each strategy, and as compiled for {TARGET}; such a program is not run",
+    ),
+)  # fmt: skip

@@ -1,0 +1,30 @@
+"""Ports end with the weights that their programs had before, and communicate as planned."""
+
+import numpy as np
+import pytest
+
+from benchmarks.benchmark import Case, NotRun
+from benchmarks.ports.measure import PROGRAMS, compare, measure
+
+QUICK = ("flax_mnist", "cs336_naive")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.full) for one in PROGRAMS]
+)
+def test_port(name):
+    try:
+        (row,) = measure(Case(name, PROGRAMS[name]), print)
+    except NotRun as reason:
+        pytest.skip(f"{name}: {reason}")
+    assert row["check"] == "ok"
+    assert 0 < row["lines_after"] < 1.2 * row["lines_before"]
+
+
+@pytest.mark.parametrize(
+    ("start", "other_rank", "check"),
+    [(0, 1, "ok"), (0, 1 + 1e-9, "WRONG: zero1"), (0, np.nan, "WRONG: zero1"), (1, 1, "WRONG: nothing was trained")],
+)
+def test_what_would_be_found(start, other_rank, check):
+    begin, right, other = ({"w": np.full(3, value)} for value in (start, 1, other_rank))
+    assert compare(begin, right, {"naive": [right, right], "zero1": [right, other]})["check"] == check
