@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.benchmark import Case, NotRun
-from benchmarks.ports.measure import PROGRAMS, compare, measure
+from benchmarks.ports.measure import PROGRAMS, compare, measure, num_lines
 
 QUICK = ("flax_mnist", "cs336_naive")
 
@@ -18,7 +18,6 @@ def test_port(name):
     except NotRun as reason:
         pytest.skip(f"{name}: {reason}")
     assert row["check"] == "ok"
-    assert 0 < row["lines_after"] < 1.2 * row["lines_before"]
 
 
 @pytest.mark.parametrize(
@@ -28,3 +27,14 @@ def test_port(name):
 def test_what_would_be_found(start, other_rank, check):
     begin, right, other = ({"w": np.full(3, value)} for value in (start, 1, other_rank))
     assert compare(begin, right, {"naive": [right, right], "zero1": [right, other]})["check"] == check
+
+
+def test_lines_of_code_are_counted():
+    def example(batches):
+        """Is not counted."""
+        total = sum(batches)
+
+        # nor is this
+        return total
+
+    assert num_lines(example) == 3
