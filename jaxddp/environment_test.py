@@ -77,6 +77,8 @@ def test_versions_are_those_of_loaded_libraries(library, code, version, tmp_path
     (tmp_path / "code.c").write_text(code)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(built), str(tmp_path / "code.c")], check=True)
     before = environment.cuda_libraries()
+    if library in before:  # as torch does
+        pytest.skip(f"needs a process that has loaded no {library}")
     loaded = ctypes.CDLL(str(built))
     assert environment.cuda_libraries() == before | version
     ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))

@@ -64,8 +64,9 @@ def test_a_step_is_held_to_a_list_and_to_a_snapshot(tmp_path):
     assert status == 0, text
     status, text = run(tmp_path)
     assert status == 1 and "3 failed, 2 passed" in text
-    line = next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if "tanh" in line)
-    assert f"+ 1 x all-gather of 256 bytes: {file}:{line}" in text  # the diff of the first
+    # The diff of the first: of the product, or of the loop that cuts the weight, as newer versions of XLA have it.
+    lines = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if "tanh" in line or "lax.scan" in line]
+    assert any(f"+ 1 x all-gather of 256 bytes: {file}:{line}\n" in text for line in lines)
     assert "3 layers" not in text and "768 B are sent where 767 bytes are allowed" in text
     # Moved lines are no change; another collective is.
     file.write_text(f"# a line more\n{PROGRAM}")

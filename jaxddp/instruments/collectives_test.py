@@ -64,7 +64,8 @@ def test_a_gather_in_a_loop_of_layers_has_its_line_and_phase_and_is_counted_once
     assert {one.phase for one in gathers} == {"forward", "backward"}
     for one in gathers:
         assert (one.times, one.loops, one.num_bytes) == (3, (Loop(LAYERS, 3),), 4 * WIDTH**2)
-        assert one.source == line_of(loss_fn, "jnp.tanh")
+        # Of the product, or of the loop that cuts the weight, as newer versions of XLA have it.
+        assert one.source in (line_of(loss_fn, "jnp.tanh"), line_of(loss_fn, "lax.scan"))
     assert "3 layers" in str(found) and "tanh" not in str(found)
 
 
