@@ -59,9 +59,8 @@ def loss_fn(params: Any, tokens: jax.Array, layer: Any = lambda fn: fn) -> jax.A
     x = layer(lambda table, tokens: table[tokens] * WIDTH**0.5)(params["table"], tokens[:, :-1])
     for one in params["blocks"]:
         x = layer(block)(one, x)
-    logits = layer(lambda table, x: cap((x @ table.T).astype(jnp.float32), 30.0))(
-        params["table"], norm(params["norm"], x)
-    )
+    x = norm(params["norm"], x)
+    logits = layer(lambda table, x: cap((x @ table.T).astype(jnp.float32), 30.0))(params["table"], x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
