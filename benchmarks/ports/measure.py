@@ -77,6 +77,7 @@ def compile_port(program: Any) -> dict[str, Any]:
     """Compiles a port for the target under each strategy, and compares its communication with the plan."""
     import jaxddp
 
+    jaxddp.simulate_devices(NUM_RANKS)  # a program that trains may follow, and JAX starts here
     mesh, planned, wrong = jaxddp.targets.mesh(TARGET), [], []
     program.before(program.data(), mesh)
     for name in program.STRATEGIES:
