@@ -20,11 +20,12 @@ def data() -> list[dict[str, np.ndarray]]:
     return [{"image": rng.normal(size=(16, 12, 12)), "label": rng.integers(0, 10, 16)} for _ in range(4)]
 
 
-@hk.without_apply_rng
-@hk.transform
-def net(image: Any) -> Any:
+def forward(image: Any) -> Any:
     """Logits, ``[n, 10]``."""
     return hk.nets.MLP([48, 24, 10])(hk.Flatten()(image))
+
+
+net: Any = hk.without_apply_rng(hk.transform(forward))
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
