@@ -1,0 +1,161 @@
+"""What public training programs compile to: the tables of ``docs/what-it-compiles-to.md``.
+
+    git clone https://github.com/google/flax && git clone https://github.com/AllanYangZhou/midGPT
+    python3 -m benchmarks.public_programs flax_mnist flax/examples/mnist
+    python3 -m benchmarks.public_programs flax_imagenet flax/examples/imagenet
+    python3 -m benchmarks.public_programs flax_lm1b flax/examples/lm1b
+    python3 -m benchmarks.public_programs midgpt midGPT          # needs equinox and jaxtyping
+
+A program's own functions are imported from its folder and compiled as they stand, with its own configuration, for 8
+H100s; nothing is trained. Packages for data, logs and configurations are replaced by empty ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxddp
+
+TARGET, NUM_DEVICES = "h100:8", 8
+# Of which a training step uses nothing.
+NOT_NEEDED = (
+    "clu", "flax.metrics.tensorboard", "flax.training.checkpoints", "tensorflow", "tensorflow_datasets", "tensorflow_text",
+    "sentencepiece", "tqdm", "wandb", "input_pipeline", "tokenizer", "temperature_sampler",
+)  # fmt: skip
+
+
+class Config(SimpleNamespace):
+    """Stands for ``ml_collections.ConfigDict``; a program is static in it, and hashes it."""
+
+    __hash__ = object.__hash__
+
+
+def data_mesh(*names: str, sizes: tuple[int, ...] = (NUM_DEVICES,)) -> Mesh:
+    """The 8 simulated devices, in one axis or as many as there are names."""
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def arrays(tree: Any, mesh: Mesh, spec: P = P()) -> Any:
+    """The shapes of a tree, laid out over a mesh."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An array of these dimensions."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def flax_mnist() -> tuple[Any, ...]:
+    """Flax's MNIST example: a CNN with BatchNorm, ``nnx.jit``; its batch of 128 is split over the devices."""
+    from flax import nnx
+
+    train, config = importlib.import_module("train"), importlib.import_module("configs.default").get_config()
+    mesh = data_mesh("data")
+    model = train.CNN(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(config.learning_rate, config.momentum), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    held = model, optimizer, metrics, nnx.Rngs(0)
+    nnx.update(held, jax.device_put(nnx.state(held), NamedSharding(mesh, P())))
+    num = config.batch_size
+    batch = {"image": shape(num, 28, 28, 1), "label": shape(num, dtype=jnp.int32)}
+    return train.train_step, *held[:3], arrays(batch, mesh, P("data")), held[3]
+
+
+def flax_imagenet() -> tuple[Any, ...]:
+    """Flax's ImageNet example: ResNet-50 under ``pmap``, here as the ``shard_map`` that ``pmap`` is."""
+    train, models = importlib.import_module("train"), importlib.import_module("models")
+    config, mesh = importlib.import_module("configs.default").get_config(), data_mesh("batch")
+    model = train.create_model(model_cls=models.ResNet50, half_precision=config.half_precision)
+    rate = optax.constant_schedule(config.learning_rate)
+    state = jax.eval_shape(lambda: train.create_train_state(jax.random.key(0), config, model, 224, rate))
+    step = functools.partial(train.train_step, learning_rate_fn=rate)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False, axis_names={"batch"}
+    )
+    batch = {"image": shape(config.batch_size, 224, 224, 3), "label": shape(config.batch_size, dtype=jnp.int32)}
+    return jax.jit(mapped, donate_argnums=0), arrays(state, mesh), arrays(batch, mesh, P("batch"))
+
+
+def flax_lm1b() -> tuple[Any, ...]:
+    """Flax's language model example: a transformer of 6 layers, FSDP by ``jit`` and logical axes."""
+    train, models, utils = map(importlib.import_module, ("train", "models", "utils"))
+    config = importlib.import_module("configs.default").get_config()
+    own = models.TransformerConfig(
+        vocab_size=config.vocab_size, output_vocab_size=config.vocab_size, emb_dim=config.emb_dim,
+        logits_via_embedding=config.logits_via_embedding, num_heads=config.num_heads, num_layers=config.num_layers,
+        qkv_dim=config.qkv_dim, mlp_dim=config.mlp_dim, dropout_rate=config.dropout_rate,
+        attention_dropout_rate=config.attention_dropout_rate,
+        dtype=jnp.bfloat16 if config.use_bfloat16 else jnp.float32,
+    )  # fmt: skip
+    mesh = Mesh(utils.create_device_mesh(config), config.mesh_axes)
+    rate = train.create_learning_rate_schedule(config.learning_rate, config.warmup_steps)
+    optimizer = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
+    state, places = utils.setup_initial_state(
+        models.TransformerLM(own.replace(deterministic=True)), optimizer, config, jax.random.PRNGKey(0), mesh
+    )
+    by_rank = NamedSharding(mesh, P(config.data_sharding))
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        return train.train_step(state, batch, own, rate, 0.0, key)
+
+    jitted = jax.jit(step, in_shardings=(places, by_rank, None), out_shardings=(places, None), donate_argnums=0)
+    rows = NUM_DEVICES * config.per_device_batch_size
+    names = "inputs", "inputs_position", "inputs_segmentation"
+    batch = {name: shape(rows, config.max_target_length, dtype=jnp.int32) for name in names}
+    return jitted, state, arrays(batch, mesh, by_rank.spec), jax.random.PRNGKey(0)
+
+
+def midgpt() -> tuple[Any, ...]:
+    """midGPT's 124 M parameters on OpenWebText: equinox, bfloat16, 16 micro-batches in a scan."""
+    eqx, train, models = map(importlib.import_module, ("equinox", "src.train", "src.model"))
+    config = importlib.import_module("src.configs.openwebtext").config
+    mesh = data_mesh("replica", "data", sizes=(1, NUM_DEVICES))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=config.beta2),
+        optax.add_decayed_weights(config.weight_decay / config.learning_rate), optax.scale(-config.learning_rate),
+    )  # fmt: skip
+    step, _ = train.make_training_fns(config, optimizer, mesh)
+    model = eqx.filter_eval_shape(models.GPT, config.model_config, jax.random.PRNGKey(0))
+    held, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def of_arrays(held: Any, *others: Any) -> Any:
+        model, *results = step(eqx.combine(held, static), *others)
+        return eqx.filter(model, eqx.is_array), *results
+
+    rows = shape(config.g_accum_iters, config.batch_size, config.model_config.block_size, dtype=jnp.int32)
+    batch = arrays(rows, mesh, P(None, ("replica", "data")))
+    opt_state, key = jax.eval_shape(optimizer.init, held), jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return jax.jit(of_arrays), arrays(held, mesh), arrays(opt_state, mesh), batch, batch, arrays(key, mesh)
+
+
+PROGRAMS = {one.__name__: one for one in (flax_mnist, flax_imagenet, flax_lm1b, midgpt)}
+
+
+def main() -> None:
+    """Prints the table of one program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("folder", help="of the program")
+    args = parser.parse_args()
+    sys.path.insert(0, args.folder)
+    sys.modules |= {name: MagicMock() for name in NOT_NEEDED} | {"ml_collections": MagicMock(ConfigDict=Config)}
+    jaxddp.simulate_devices(NUM_DEVICES)
+    step, *given = PROGRAMS[args.program]()
+    print(jaxddp.collectives(step, *given, target=TARGET))
+
+
+if __name__ == "__main__":
+    main()
