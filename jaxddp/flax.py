@@ -51,7 +51,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     check_kind("model", model, nnx.Module, "an nnx.Module")
     check_function("loss", loss)
     check_flag(has_aux=has_aux)
-    parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)  # its types know three parts at most
+    # A model that is trained later changes its variables in place. The types of split know three parts at most.
+    parts: Any = nnx.split(nnx.clone(model), nnx.Param, nnx.RngState, ...)
     graph, params, streams, model_state = parts
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
 

@@ -163,6 +163,17 @@ def test_a_trained_model_is_written_back():
     np.testing.assert_array_equal(model.norm.mean[...], trainer.model_state(state)["norm"]["mean"][...])
 
 
+def test_a_model_that_is_trained_afterwards_leaves_the_parameters_as_they_were():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    kernel = np.asarray(model.kernel[...])
+    loss_fn, params, model_state = from_nnx(model, lambda model, batch: jnp.mean(model(batch)))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model.kernel[...]))(model))
+    assert np.array_equal(model.kernel[...], kernel - 1)
+    (found,) = (leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
+    assert np.array_equal(found, kernel)
+
+
 def test_variables_without_params_are_refused():
     with pytest.raises(ValueError, match=r"^variables \(=\['kernel'\]\) must be those of module.init, with 'params'$"):
         from_linen(LinenNet(0.0), {"kernel": 0}, lambda apply, batch, is_training: 0.0)
