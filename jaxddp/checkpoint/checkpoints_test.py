@@ -313,7 +313,7 @@ def test_another_model_is_named_by_its_first_leaf_that_differs(saved):
     for changed, difference in (
         (params | {"stack": jnp.zeros((3, 8, 8))}, "stack is float64 (2, 8, 8) there and float64 (3, 8, 8) here"),
         ({"new": jnp.zeros(3)} | params, "new is missing there and float64 (3,) here"),
-        ({"b": params["b"]}, "empty is float64 (0, 3) there and missing here"),
+        ({"b": params["b"]}, f"empty is float64 {EMPTY} there and missing here"),
     ):
         assert refusal(saved, params=changed) == f"{of_another}params.{difference}"
 
