@@ -163,6 +163,13 @@ def test_a_trained_model_is_written_back():
     np.testing.assert_array_equal(model.norm.mean[...], trainer.model_state(state)["norm"]["mean"][...])
 
 
+def test_a_forgotten_has_state_is_named():
+    loss_fn, params, _ = from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch)))
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), jaxddp.bucketed(), jaxddp.data_mesh(2))
+    with pytest.raises(ValueError, match="has_state=True"):
+        trainer.step(trainer.init(params), np.ones((4, 3), np.float32))
+
+
 def test_a_model_that_is_trained_afterwards_leaves_the_parameters_as_they_were():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     kernel = np.asarray(model.kernel[...])
