@@ -170,7 +170,9 @@ def collectives(
     for one in _read(schedule.operations, (), 1, axes_of):
         times[one._replace(times=0)] += one.times
     found = tuple(one._replace(times=count) for one, count in times.items())
-    return Collectives(found, schedule.num_devices, schedule.notes)
+    # A text from elsewhere may not say how many there are.
+    num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
+    return Collectives(found, num_devices, schedule.notes)
 
 
 def _compiled(program: Any) -> Any:

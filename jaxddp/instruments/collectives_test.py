@@ -139,6 +139,21 @@ def test_lowered_and_compiled_programs_and_texts_are_read():
     assert len({str(one) for one in of_all}) == 1 and of_all[0].in_loops("all-gather")
 
 
+def test_a_text_from_elsewhere_is_read_and_what_is_unknown_is_listed():
+    text = """HloModule elsewhere, is_scheduled=true
+
+ENTRY %main (x: f32[4,8]) -> f32[8,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %gathered = f32[8,8]{1,0} all-gather(f32[4,8]{1,0} %x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  ROOT %y = f32[8,8]{1,0} of-tomorrow(f32[8,8]{1,0} %gathered)
+}
+"""
+    found = collectives(text)
+    assert (found.pairs, found.num_devices) == ([("all-gather", 256)], 2)
+    (note,) = found.notes
+    assert note in str(found) and note.startswith("of-tomorrow y: an unknown operation")
+
+
 def test_a_file_is_read(tmp_path):
     file = tmp_path / "step.hlo"
     file.write_text(jax.jit(jnp.sum).lower(shape(16, spec=("data",))).compile().as_text())

@@ -42,6 +42,13 @@ _WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex cos cosh cosine count-leading-zeros "
+    "divide erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum "
+    "multiply negate not or population-count power real reduce-precision remainder rng round-nearest-afz "
+    "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sinh sqrt "
+    "stochastic-convert subtract tan tanh xor".split()
+)
 _UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
 _CALLS_WITHOUT_WORK = frozenset(
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound".split()
@@ -147,6 +154,10 @@ class WorkCounter:
         if opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
             sizes = [array.num_elements for name in instruction.operands for array in computation[name].arrays]
             return Work(vector_flops=float(max(sizes)))
+        is_part = opcode.endswith(("-start", "-done", "-update")) or _COMMUNICATION.match(opcode)
+        if opcode not in _ELEMENTWISE and not is_part:
+            self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
+            return Work()
         return Work(vector_flops=float(max((array.num_elements for array in instruction.arrays), default=0)))
 
     def _used(self, fused: Computation) -> Work:

@@ -186,6 +186,8 @@ def test_what_cannot_be_counted_is_said():
     )
     counted, notes = count(p("c64[4]"), "ROOT %y = c64[4] fft(%p0), fft_type=FFT, fft_length={4}")
     assert (counted, notes) == (Work({}, 0, 64), ["fft y: its FLOPs are not counted, only its bytes are"])
+    counted, notes = count(p("f32[4]"), "ROOT %y = f32[4] of-tomorrow(%p0)")
+    assert (counted, notes) == (Work({}, 0, 32), ["of-tomorrow y: an unknown operation, only its bytes are counted"])
 
 
 # Whole programs.
