@@ -46,15 +46,23 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
         __tracebackhide__ = True
         from .instruments.collectives import collectives
 
-        found = {_line(one): one for one in collectives(program, *args, target=target).found}
+        found, sources = Counter[str](), {}
+        for one in collectives(program, *args, target=target).found:
+            found[_line(one)] += one.times
+            sources[_line(one)] = one
         path = Path(request.path).parent / snapshot
         if request.config.getoption("--update-collectives"):
-            path.write_text("".join(f"{line}\n" for line in sorted(found)))
+            path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(found.items())))
             return
         if not path.exists():
             pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
-        expected = path.read_text().splitlines()
-        _fail_if_other(Counter(expected), Counter(found.keys()), str, found)
+        expected = Counter[str]()
+        for text in path.read_text().splitlines():
+            count, _, line = text.partition(" x ")
+            if not count.isdigit():
+                pytest.fail(f"{path} has a line that is none of a snapshot: {text[:80]!r}")
+            expected[line] += int(count)
+        _fail_if_other(expected, found, str, sources)
 
     return check
 
@@ -117,4 +125,4 @@ def _line(one: Any) -> str:
     axes = "?" if one.axes is None else ", ".join(one.axes)
     loops = f", in {loops_of(one)}" if one.loops else ""
     size = f"{one.num_bytes} bytes {one.dtype}"
-    return f"{one.times} x {one.kind} of {size} over {axes} ({one.num_ranks}), {one.phase}{loops}"
+    return f"{one.kind} of {size} over {axes} ({one.num_ranks}), {one.phase}{loops}"

@@ -74,6 +74,11 @@ def test_a_step_is_held_to_a_list_and_to_a_snapshot(tmp_path):
     file.write_text(PROGRAM.replace("* SCALE", "+ jnp.sum(x)"))
     status, text = run(tmp_path, "-k", "as_before")
     assert status == 1 and "all-reduce" in text
+    # One more of the same, from another line.
+    again = "    x = jax.lax.scan(layer, x, layers)[0]\n    return jax.lax.scan(layer, x, layers)[0]"
+    file.write_text(PROGRAM.replace("    return jax.lax.scan(layer, x, layers)[0]", again))
+    status, text = run(tmp_path, "-k", "as_before")
+    assert status == 1 and "+ 3 x all-gather of 256 bytes" in text
 
 
 def test_the_plugin_imports_no_jax():

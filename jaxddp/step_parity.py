@@ -123,7 +123,8 @@ class _Step:
         unlike = self._unlike_copies
         of_shard = self._rows(self._batch)
         is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, self._tiled(of_shard)))
-        if self._is_random(one) and is_same_of_shard:
+        # Noise of parameters is the same on all ranks, and as on one device.
+        if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
             yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
             return
         for name, right in one.items():
@@ -184,14 +185,14 @@ class _Step:
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self._axis)))
         found = named_leaves(jax.block_until_ready(self._make_step(mesh)(state, batch)))
         self._unlike_copies = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
-        return {name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)}
+        return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
 
     def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         return all(difference(other[name], leaf) <= self._atol for name, leaf in one.items())
 
     def _matching(self, state: Any) -> dict[str, np.ndarray]:
         """Leaves of the state by the names that those of the next one have in what the step returns."""
-        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items() if not is_key(leaf)}
+        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items() if not _draws_noise(leaf)}
         return leaves | {f"0.{name}": leaf for name, leaf in leaves.items()}
 
     def _rows(self, batch: Any) -> Any:

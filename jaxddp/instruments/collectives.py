@@ -179,14 +179,17 @@ def _compiled(program: Any) -> Any:
     """A program that is lowered, compiled, or written, as ``read_schedule`` takes it."""
     if hasattr(program, "compile"):
         return program.compile()
-    if isinstance(program, str) and program.startswith("HloModule") or hasattr(program, "as_text"):
+    if isinstance(program, str) and program.lstrip().startswith("HloModule"):
+        return program.lstrip()
+    if hasattr(program, "as_text"):
         return program
     if not isinstance(program, (str, os.PathLike)):
         raise ValueError(f"program (={type(program).__name__}) must be a function, a compiled program, or HLO text")
     try:
         return Path(program).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {error}") from error
+        text = getattr(error, "strerror", None) or "it is no text"
+        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
 def _read(

@@ -1,6 +1,7 @@
 """Collectives of programs that know nothing of this package, with the faults that people found by reading HLO."""
 
 import inspect
+from types import SimpleNamespace
 
 import flax.nnx as nnx
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
-from jaxddp.instruments import hlo
+from jaxddp.instruments import hlo, targets
 from jaxddp.instruments.collectives import LAYERS, MICROBATCHES, Loop, collectives
 
 NUM_RANKS, WIDTH = 4, 8
@@ -140,7 +141,8 @@ def test_lowered_and_compiled_programs_and_texts_are_read():
 
 
 def test_a_text_from_elsewhere_is_read_and_what_is_unknown_is_listed():
-    text = """HloModule elsewhere, is_scheduled=true
+    text = """
+HloModule elsewhere, is_scheduled=true
 
 ENTRY %main (x: f32[4,8]) -> f32[8,8] {
   %x = f32[4,8]{1,0} parameter(0)
@@ -185,6 +187,17 @@ def test_a_program_of_simulated_devices_is_compiled_for_a_target(chip):
     found = collectives(step, fsdp_params(over), batches, target=f"{chip}:4")
     assert found.num_devices == 4 and found.in_loops()
     assert sum(one.times for one in found.in_loops() if Loop(LAYERS, 3) in one.loops) >= 15
+
+
+def test_what_is_donated_of_a_jitted_function_is_donated_on_a_target(monkeypatch):
+    requests = []
+    monkeypatch.setattr(targets, "Pending", lambda target, request, environment: requests.append(request) or one)
+    one = SimpleNamespace(result=lambda: None)
+    over = jaxddp.targets.mesh("h100:4")
+    state = {"a": shape(4, over=over), "b": shape(8, over=over)}
+    step = jax.jit(lambda state, x: (jax.tree.map(lambda leaf: leaf + x.sum(), state), x.sum()), donate_argnums=0)
+    targets.compile_jitted(targets.target("h100:4"), step, (state, shape(4, over=over)), {}, over)
+    assert requests[0]["donate_argnums"] == [0, 1]
 
 
 def test_options_of_a_jitted_function_reach_the_compiler_of_a_target():

@@ -72,7 +72,12 @@ def start_compile_for_target(
         function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
     )
     shapes = jax.eval_shape(lambda *args: args, *args)
-    return _start(target, jitted, shapes, {}, mesh, donate_argnums, compiler_options)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    donated = [
+        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
+        if index in donate_argnums
+    ]  # fmt: skip
+    return _start(target, jitted, shapes, {}, mesh, donated, compiler_options)
 
 
 def compile_jitted(
@@ -115,9 +120,9 @@ def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruc
 
 def _start(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
-    donate_argnums: Sequence[int], compiler_options: Mapping[str, Any] | None,
+    donated: Sequence[int], compiler_options: Mapping[str, Any] | None,
 ) -> Pending:  # fmt: skip
-    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
+    """Lowers a jitted function, serializes it, and starts the process that compiles it; donated leaves by number."""
     check_installed(target)
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
@@ -131,18 +136,13 @@ def _start(
         in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
         out_tree=jax.tree.structure([0] * len(exported.out_avals)),
     )
-    counts = [len(jax.tree.leaves(arg)) for arg in args]
-    donated = [
-        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
-        if index in donate_argnums
-    ]  # fmt: skip
     request = {
         "disabled_plugins": superseded_plugins(),
         "topology": topology_arguments(target),
         "exported": flat.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
-        "donate_argnums": donated,
+        "donate_argnums": list(donated),
         "compiler_options": dict(compiler_options or {}),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
