@@ -63,8 +63,8 @@ class Comparison:
     Attributes:
         compared: Outputs in the order of PyTorch's forward, then gradients in that of its backward.
         dtype: The user's.
-        only_in_torch: Modules without a counterpart of their name.
-        only_in_jax: Likewise.
+        only_in_torch: Modules without a counterpart of their name, or whose output is no tensor.
+        only_in_jax: Likewise, without a counterpart.
     """
 
     compared: tuple[Compared, ...]
@@ -274,7 +274,8 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
 
     def hook(path: str) -> Callable[..., None]:
         def keep(called: Any, inputs: Any, output: Any) -> None:
-            if not isinstance(output, torch.Tensor):
+            if not isinstance(output, torch.Tensor):  # listed among those that are not compared
+                kinds.update({path: type(called).__name__} if path else {})
                 return
             name = _numbered(path, values)
             values[name], kinds[name] = output.detach().double().numpy(), type(called).__name__

@@ -168,6 +168,26 @@ def test_names_are_mapped_and_missing_ones_are_said():
     assert "up" in str(refused.value) and "\n" not in str(refused.value)
 
 
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def test_a_module_that_returns_no_tensor_is_listed():
+    module = nn.Sequential()
+    module.add_module("up", nn.Linear(WIDTH, WIDTH, bias=False))
+    module.add_module("pair", Pair())
+
+    def loss_fn(params, batch):
+        return jnp.mean(mark("up", batch["x"] @ params["w"]) ** 2)
+
+    found = first_difference(
+        loss_fn, {"w": module.up.weight.detach().numpy().T}, BATCH, module,
+        lambda module, batch: (module(batch["x"])[0] ** 2).mean(),
+    )  # fmt: skip
+    assert found.first is None and found.only_in_torch == ("pair",)
+
+
 @pytest.mark.parametrize("dtype", ["int32", 3])
 def test_a_dtype_that_is_none_is_refused(dtype):
     with pytest.raises(ValueError, match="dtype"):
