@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .communication.axes import shard_axis
-from .communication.collectives import Axis
+from .communication.axes import Axis, shard_axis
 from .communication.sharding import Cut
 
 

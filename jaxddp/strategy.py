@@ -22,9 +22,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .communication.axes import shard_axis
+from .communication.axes import Axis, shard_axis
 from .communication.buckets import BucketPlan, TensorSpec
-from .communication.collectives import Axis, silent
+from .communication.collectives import silent
 from .communication.reduction import Means
 from .communication.sharding import Cut
 from .scopes import OTHER_AXES_SCOPE

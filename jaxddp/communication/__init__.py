@@ -1,15 +1,14 @@
 """How gradients and shards are communicated.
 
 collectives.py      all-reduce, reduce-scatter, all-gather and the others, one collective operation each
+axes.py             mesh axes while a program is traced: their ranks, what varies over them, the platform
 ring.py             the ring algorithms, built from sends to a neighbour
 gloo.py             collectives of shards for processes on CPUs, where XLA's may give wrong sums, or are slow
-varying.py          which arrays may differ between ranks
 buckets.py          plans the buckets; needs no framework, torchref uses it too
 buffers.py          a bucket's tensors packed into one buffer
 sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer
 hooks.py            how a bucket is summed instead of by an all-reduce: in bfloat16 or float16
-reduction.py        carries out a bucket plan: pack, sum over ranks, divide
-ordering.py         the order token: a zero that XLA cannot fold, used to order operations
+reduction.py        carries out a bucket plan: pack, sum over ranks, divide, in an order that XLA keeps
 backward_order.py   the order in which a traced backward finishes the gradients
 planned.py          the trace of a backward, the plan made from it, and what should be compiled
 traced.py           collectives that are in no plan: those of the loss function, and of zero3's units

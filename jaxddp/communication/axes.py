@@ -1,4 +1,4 @@
-"""Ranks along one mesh axis, or along several.
+"""Mesh axes, asked for while a rank's program is traced: whose ranks there are, what varies over them, which platform.
 
 JAX's collectives take the name of an axis or a tuple of names, and number the ranks of a tuple in its order. Of a tuple
 such as ``("replica", "data")``, state is sharded along the last axis and replicated along the others.
@@ -6,9 +6,25 @@ such as ``("replica", "data")``, state is sharded along the last axis and replic
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
-from .collectives import Axis, all_reduce, reduce_scatter
+import jax
+from jax import lax
+
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or of several, whose ranks are numbered in that order."""
+
+
+def axis_size(axis: Axis) -> int:
+    """Counts the ranks of a mesh axis.
+
+    Raises:
+        ValueError: If the caller is not inside of a map over it.
+    """
+    try:
+        return lax.axis_size(axis)
+    except (NameError, TypeError, ValueError) as error:
+        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
 
 
 def shard_axis(axis: Axis) -> str:
@@ -26,10 +42,26 @@ def replica_axes(axis: Axis) -> tuple[str, ...]:
     return () if isinstance(axis, str) else axis[:-1]
 
 
-def scatter_sum(x: jax.Array, axis: Axis) -> jax.Array:
-    """Sums ``[N k, ...]`` over all ranks; the r-th of the N ranks along the shard axis gets part r, ``[k, ...]``.
+def traced_platform() -> str:
+    """The platform of the mesh that is being traced for, or else of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
 
-    It is a reduce-scatter along the shard axis, and an all-reduce of the part along the others, if there are any.
-    """
-    part, replicas = reduce_scatter(x, shard_axis(axis)), replica_axes(axis)
-    return all_reduce(part, replicas) if replicas else part
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which an array may vary, or is one of the terms of a sum; none where ``check_vma`` is off."""
+    kind = jax.typeof(x)
+    if not hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying | kind.manual_axis_type.unreduced)
+
+
+def as_varying(tree: Any, axis: str | tuple[str, ...]) -> Any:
+    """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
+    axes = (axis,) if isinstance(axis, str) else axis
+
+    def declare(leaf: jax.Array) -> jax.Array:
+        missing = tuple(name for name in axes if name not in varying(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(declare, tree)

@@ -40,11 +40,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..arguments import check_pairs, check_root, length_of_chunk
 from . import gloo
-from .varying import varying
+from .axes import Axis, axis_size, traced_platform, varying
 
 MAX_JOINED = 256  # XLA's limit
-Axis = str | tuple[str, ...]
-"""The name of a mesh axis, or of several, whose ranks are numbered in that order."""
 
 _silent: ContextVar[bool] = ContextVar("jaxddp_silent", default=False)
 
@@ -108,7 +106,7 @@ def all_reduce_as_one(x: Any, axis: Axis, key: str) -> Any:
 
 def joins_arrays() -> bool:
     """Whether one all-reduce takes several arrays here: on GPUs, from jaxlib 0.10.2."""
-    return gloo.traced_platform() in ("gpu", "cuda") and jaxlib_version() >= (0, 10, 2)
+    return traced_platform() in ("gpu", "cuda") and jaxlib_version() >= (0, 10, 2)
 
 
 def jaxlib_version() -> tuple[int, ...]:
@@ -134,7 +132,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         return x[:chunk_length]
     if is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
-    match gloo.kind_of("reduce-scatter", num_ranks, gloo.traced_platform()):
+    match gloo.kind_of("reduce-scatter", num_ranks, traced_platform()):
         case "all-reduce":
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
@@ -168,7 +166,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
         bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
         return lax.bitcast_convert_type(bits, x.dtype)
     # Under check_vma, only what comes out of a collective counts as equal.
-    is_swap = gloo.kind_of("all-gather", num_ranks, gloo.traced_platform()) == "all-reduce"
+    is_swap = gloo.kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce"
     if is_swap and not (equal and varying(lax.axis_index(axis))):
         return gloo.gather_by_swap(x, axis)
     return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")
@@ -250,15 +248,3 @@ def _check_call(x: Any, axis: Axis) -> int:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"x (={x!r}) must be an array")
     return axis_size(axis)
-
-
-def axis_size(axis: Axis) -> int:
-    """Counts the ranks of a mesh axis.
-
-    Raises:
-        ValueError: If the caller is not inside of a map over it.
-    """
-    try:
-        return lax.axis_size(axis)
-    except (NameError, TypeError, ValueError) as error:
-        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error

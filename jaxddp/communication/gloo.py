@@ -58,12 +58,6 @@ def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
     return -(-num_elements * dtype_bytes // 4) * 4
 
 
-def traced_platform() -> str:
-    """The platform of the mesh that is being traced for, or else of this process."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swap(x: jax.Array, axis: Any) -> jax.Array:
     """Gives each of two ranks the other's array, by an all-reduce of as many bytes.

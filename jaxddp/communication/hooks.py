@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .collectives import Axis
+from .axes import Axis
 
 Hook = Callable[[jax.Array, Axis], jax.Array]
 

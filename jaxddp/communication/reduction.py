@@ -4,8 +4,17 @@
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
-XLA keeps only the order that data dependencies require (``ordering.py``). Divided earlier, a bucket would make the
-backward wait for the network. One after another, buckets are updated as they arrive, while later ones are in flight.
+XLA keeps only the order that data dependencies require. Divided earlier, a bucket would make the backward wait for the
+network. One after another, buckets are updated as they arrive, while later ones are in flight. Where B must not start
+before A has ended, A passes an optimization barrier together with a number, and B adds the barrier's output less that
+number: 0, but XLA cannot know this, and it is not available before A is.
+
+    a, token = order_token(a)        token = 0, available when a is
+    b = use_token(b, token)          b + token: what uses b waits for a
+
+XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
+numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
+Tokens also order the units of stage 3 (``zero/ordering.py``), and make every micro-batch gather them anew.
 """
 
 from __future__ import annotations
@@ -18,10 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..scopes import SYNC_SCOPE
+from .axes import Axis, varying
 from .buckets import Bucket, BucketPlan
-from .collectives import Axis, joins_arrays
-from .ordering import order_token
-from .varying import varying
+from .collectives import joins_arrays
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
 
@@ -153,3 +161,20 @@ def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) ->
                 f" times too large; differentiate in jax.lax.pcast(params, {axis!r}, to='varying'), leaf by leaf;"
                 " pcast what is constant"
             )
+
+
+def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
+    """Makes a zero that is available no earlier than some arrays.
+
+    Equal arrays are not merged if their numbers differ.
+
+    Returns:
+        The arrays, to be used instead, and the token, a scalar of value 0.
+    """
+    values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
+    return values, hidden - number
+
+
+def use_token(array: jax.Array, token: jax.Array) -> jax.Array:
+    """Makes an array wait for a token, and pass no gradient to it."""
+    return array + lax.stop_gradient(token).astype(array.dtype)

@@ -31,7 +31,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .axes import Axis, replica_axes, shard_axis
 from .buckets import Bucket, chunk_elements
+from .collectives import all_reduce, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,15 @@ def pack_row(bucket: Bucket, shards: Mapping[str, jax.Array]) -> jax.Array:
 def unpack_row(bucket: Bucket, row: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
     """Undoes ``pack_row``: one rank's shards by name."""
     return {name: part.reshape(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
+
+
+def scatter_sum(x: jax.Array, axis: Axis) -> jax.Array:
+    """Sums ``[N k, ...]`` over all ranks; the r-th of the N ranks along the shard axis gets part r, ``[k, ...]``.
+
+    It is a reduce-scatter along the shard axis, and an all-reduce of the part along the others, if there are any.
+    """
+    part, replicas = reduce_scatter(x, shard_axis(axis)), replica_axes(axis)
+    return all_reduce(part, replicas) if replicas else part
 
 
 def _split(bucket: Bucket, buffer: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:

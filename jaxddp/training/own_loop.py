@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
+from ..communication.axes import as_varying, axis_size, varying
 from ..communication.buckets import BucketPlan
-from ..communication.collectives import all_reduce, axis_size, broadcast
+from ..communication.collectives import all_reduce, broadcast
 from ..communication.planned import plan_trace, trace_gradients
 from ..communication.reduction import check_grads, reduce_buckets
 from ..communication.reduction import divide as divide_total
-from ..communication.varying import as_varying, varying
 from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
 from ..replicated import all_reduce_wire
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE

@@ -25,9 +25,8 @@ from jax.flatten_util import ravel_pytree
 
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
-from ..communication.ordering import order_token
 from ..communication.planned import GradientTrace, trace_gradients
-from ..communication.reduction import Means, sum_of_squares
+from ..communication.reduction import Means, order_token, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example

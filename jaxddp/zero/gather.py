@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..communication.axes import scatter_sum
+from ..communication.axes import traced_platform
 from ..communication.collectives import all_gather, is_silent, silent
-from ..communication.gloo import traced_platform
-from ..communication.sharding import Cut
+from ..communication.sharding import Cut, scatter_sum
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks

@@ -2,7 +2,7 @@
 
 A model's data dependencies do not order its collectives: XLA may start the gathers of later units at once, or let the
 backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (see
-``communication/ordering.py``) makes unit u wait for unit u - 3, and its gradient does the same for the backward:
+``communication/reduction.py``) makes unit u wait for unit u - 3, and its gradient does the same for the backward:
 
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.ordering import order_token, use_token
+from ..communication.reduction import order_token, use_token
 
 
 def first_tokens() -> list[Any]:

@@ -51,6 +51,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
+from ..communication.axes import traced_platform
 from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import Bucket, TensorSpec
 from ..communication.collectives import is_silent
@@ -423,9 +424,9 @@ def _row(bucket: Bucket, arrays: Mapping[str, jax.Array], width: int, dtype: str
 
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
     """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
-    if gloo.kind_of("all-to-all", rows.shape[0], gloo.traced_platform()) == "all-reduce":
+    if gloo.kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
         return gloo.all_to_all_by_swap(rows, axis)
-    bits = gloo.traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
+    bits = traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
     sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
     received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
     return lax.bitcast_convert_type(received, rows.dtype) if bits else received

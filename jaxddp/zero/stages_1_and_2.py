@@ -41,12 +41,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.axes import scatter_sum
+from ..communication.axes import traced_platform
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.collectives import all_gather
-from ..communication.gloo import traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
-from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..replicated import on_blocks
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Ranks, Strategy, register
