@@ -51,6 +51,7 @@ _VOLUMES = {
     "send": (1.0, False),
     "recv": (1.0, False),
 }
+KINDS = tuple(_VOLUMES)
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
 

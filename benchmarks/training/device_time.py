@@ -8,13 +8,13 @@ JAX's profiler may crash the process (jax#40260). CPUs have no such time: there 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from jaxddp.instruments.trace import read_trace
 from jaxddp.training.clock import summarize
 
 from ..benchmark import NOT_RUN, Say
@@ -74,8 +74,8 @@ def by_events(start: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def by_profiler(start: Callable[[], Any], is_on_device: Callable[[str, str], bool] | None = None) -> float:
-    """Seconds of a step of JAX on this rank's GPU.
+def by_profiler(start: Callable[[], Any], device: str = "/device:GPU:") -> float:
+    """Seconds of a step of JAX on this rank's GPU; ``device`` is how the names of devices that count begin.
 
     Raises:
         RuntimeError: If the profiler does not start; the step is taken nevertheless, since other ranks take it.
@@ -99,37 +99,9 @@ def by_profiler(start: Callable[[], Any], is_on_device: Callable[[str, str], boo
                 jax.profiler.stop_trace()
         if fault is not None:
             raise RuntimeError(f"the profiler does not start: {fault}") from fault
-        return longest_span(read_trace(Path(folder)), is_on_device or ran_on_gpu)
-
-
-def read_trace(folder: Path) -> Iterator[tuple[str, str, Any]]:
-    """The events of JAX's profiles in a folder, each with its plane and line.
-
-    A GPU is a plane ``/device:GPU:0``, and each of its streams a line ``Stream #13(...)``; what XLA runs on CPUs is in
-    lines of the plane ``/host:CPU``.
-    """
-    import jax
-
-    for path in sorted(folder.rglob("*.xplane.pb")):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            for line in plane.lines:
-                for event in line.events:
-                    yield plane.name, line.name, event
-
-
-def ran_on_gpu(plane: str, line: str) -> bool:
-    """Whether events are kernels or copies on a stream of a GPU; other lines of its plane repeat these."""
-    return plane.startswith("/device:GPU:") and line.startswith("Stream #")
-
-
-def longest_span(events: Iterable[tuple[str, str, Any]], is_on_device: Callable[[str, str], bool]) -> float:
-    """Seconds from a device's first event to the end of its last, the longest of all; raises ValueError without any."""
-    spans: dict[str, tuple[float, float]] = {}
-    for plane, line, event in events:
-        if is_on_device(plane, line):
-            begin, end = event.start_ns, event.start_ns + event.duration_ns
-            first, last = spans.get(plane, (begin, end))
-            spans[plane] = min(first, begin), max(last, end)
-    if not spans:
-        raise ValueError("the profiler has recorded nothing on a device")
-    return max(end - begin for begin, end in spans.values()) / 1e9
+        spans = [
+            one.span_us for name, one in read_trace(folder).overlaps().items() if name.startswith(device)
+        ]  # fmt: skip
+        if not spans:
+            raise ValueError("the profiler has recorded nothing on a device")
+        return max(spans) / 1e6

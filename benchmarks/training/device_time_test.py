@@ -1,41 +1,28 @@
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.training import device_time
-from benchmarks.training.device_time import by_profiler, longest_span, ran_on_gpu, time_on_device
+from benchmarks.training.device_time import by_profiler, time_on_device
 from benchmarks.training.training_test import TOY
+from jaxddp.instruments.trace import read_trace
 from torchref.launch import shared_pool
-
-
-def event(start, length):
-    return SimpleNamespace(start_ns=start, duration_ns=length)
-
-
-def test_a_step_lasts_from_the_first_event_to_the_end_of_the_last_on_the_slowest_gpu():
-    events = [
-        ("/device:GPU:0", "Stream #13(MatMul)", event(2e9, 1e9)),
-        ("/device:GPU:0", "Stream #20(NCCL)", event(1e9, 3e9)),
-        ("/device:GPU:1", "Stream #13(MatMul)", event(1e9, 1e9)),
-        ("/device:GPU:1", "XLA Modules", event(0, 9e9)),  # repeats the others
-        ("/host:CPU", "python", event(0, 9e9)),
-    ]
-    assert longest_span(events, ran_on_gpu) == 3.0
-    with pytest.raises(ValueError, match="nothing on a device"):
-        longest_span(events[-2:], ran_on_gpu)
 
 
 def test_steps_of_jax_are_timed_by_a_profile_of_each(monkeypatch):
     monkeypatch.setattr(dist, "barrier", lambda: None)
     step = jax.jit(lambda x: x @ x)
     x = step(jnp.ones((256, 256))).block_until_ready()
-    seconds = by_profiler(lambda: step(x), lambda plane, line: plane == "/host:CPU")
+    seconds = by_profiler(lambda: step(x), "CPU")
     assert 0 < seconds < 60
+
+    with pytest.raises(ValueError, match="nothing on a device"):
+        by_profiler(lambda: step(x))
 
     def fail(*args, **options):
         raise RuntimeError("no cupti")
@@ -76,3 +63,24 @@ def test_steps_of_torch_take_as_long_as_on_the_slowest_rank():
     assert [row["strategy"] for row in rows] == ["naive", "bucketed", "DistributedDataParallel"]
     for row in rows:
         assert row["check"] == "ok" and row["table"] == device_time.DEVICE and row["p10_ms"] > 1000
+
+
+def profiled(folder):
+    """Three reductions of each of two sizes on Gloo, and a product, under torch's profiler."""
+    small, large, square = torch.ones(1000), torch.ones(2**20), torch.ones(64, 64)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for tensor in (small, large) * 3:
+            dist.all_reduce(tensor)
+            square @ square
+    profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
+
+
+def test_a_profile_of_torch_shows_what_gloo_reduced(tmp_path):
+    shared_pool().run(profiled, tmp_path, num_ranks=2)
+    trace = read_trace(tmp_path)
+    assert len(trace.devices) == 2
+    found = [(one.kind, one.num_bytes, one.num_ranks, len(one.times_us)) for one in trace.collectives()]
+    assert found == [("all-reduce", 4000, 2, 6), ("all-reduce", 2**22, 2, 6)]
+    assert trace.kinds()["products"][0] >= 12  # of two ranks
+    for one in trace.overlaps().values():
+        assert 0 < one.exposed_us <= one.communication_us < one.span_us

@@ -17,6 +17,7 @@ _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _BY_LEAVES = ("zero1:leaves", "zero2:leaves")
 _DTYPES = ("f32", "bf16")
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
+_OF_COMPILING = ("compare", "bucket_mb", "dump_hlo", "trainer", "dtype", *_SHAPES)
 
 
 def add_parser(commands: Any) -> None:
@@ -42,8 +43,8 @@ def add_parser(commands: Any) -> None:
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
         "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
-    add("--target", default="h100:8", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
-        "chips are h100, h200, a100, b200 and v5p (default: %(default)s)")  # fmt: skip
+    add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
+        "chips are h100, h200, a100, b200 and v5p (default: h100:8)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: a run folder of python -m benchmarks "
@@ -56,6 +57,9 @@ def add_parser(commands: Any) -> None:
         "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
         "(default: f32)")  # fmt: skip
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
+    add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
+        "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
+    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
     add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")
     add("--out", metavar="DIR", help="folder for timeline.png, timeline.svg and trace.json (default: a new one under "
@@ -71,6 +75,13 @@ def run(arguments: argparse.Namespace) -> None:
         OSError: If a file cannot be read or written.
     """
     import_jax_on_cpu()  # late, so that the help needs no JAX
+    if arguments.trace is not None:
+        from .inspect_trace import show_trace
+
+        _check_left_out(arguments, "trace", "is what ran", "model", "hlo", "out", "batch_per_device", *_OF_COMPILING)
+        return show_trace(arguments)
+    if arguments.write_network is not None:
+        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     from jax.numpy import bfloat16
 
     from .. import targets
@@ -79,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 
-    target = targets.target(arguments.target)
+    target = targets.target(arguments.target or "h100:8")
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}
@@ -124,13 +135,9 @@ def _check_options(arguments: argparse.Namespace) -> Path | None:
     if arguments.dtype not in (None, *_DTYPES):
         raise ValueError(f"dtype (={arguments.dtype!r}) must be one of {', '.join(_DTYPES)}")
     if arguments.hlo is not None:
-        for name in ("compare", "bucket_mb", "dump_hlo", "trainer", "dtype", *_SHAPES):
-            if (value := getattr(arguments, name)) not in (None, []):
-                raise ValueError(f"{name} (={value}) must be left out with --hlo, which is one program as it is")
+        _check_left_out(arguments, "hlo", "is one program as it is", *_OF_COMPILING)
     if arguments.trainer is not None:
-        for name in ("model", "batch_per_device", "dtype", *_SHAPES):
-            if (value := getattr(arguments, name)) is not None:
-                raise ValueError(f"{name} (={value}) must be left out with --trainer, which says what is trained")
+        _check_left_out(arguments, "trainer", "says what is trained", "model", "batch_per_device", "dtype", *_SHAPES)
     if arguments.dump_hlo is not None:
         dump = Path(arguments.dump_hlo)
         if dump.exists():
@@ -143,6 +150,12 @@ def _check_options(arguments: argparse.Namespace) -> Path | None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out (={folder}) must not exist, or be an empty folder: nothing is overwritten")
     return folder
+
+
+def _check_left_out(arguments: argparse.Namespace, option: str, why: str, *names: str) -> None:
+    for name in names:
+        if (value := getattr(arguments, name)) not in (None, []):
+            raise ValueError(f"{name} (={value}) must be left out with --{option}, which {why}")
 
 
 def _draw(folder: Path, inspections: list[Any]) -> None:

@@ -7,6 +7,7 @@ schedule.py     its operations and collectives in schedule order, and how far co
 memory.py       the memory of a state and of a step by component
 simulate.py     the time of a step on a device and a network, and the bound that no schedule can beat
 timeline.py     pictures of simulated steps, one line of text for terminals, trace files for Perfetto
+trace.py        what ran, from profiles of jax.profiler and of Kineto
 collectives.py  the collectives of any program: kind, bytes, loops, phase, line: ``jaxddp.collectives``
 inspect.py      steps of several strategies, compiled and simulated: ``python -m jaxddp inspect``
 testdata/       programs of several platforms and versions of JAX, for tests

@@ -1,0 +1,412 @@
+"""Reads a profile that somebody took of a run: its collectives and kernels, and how much communication was exposed.
+
+    jax.profiler          *.xplane.pb, or its trace.json.gz
+    torch.profiler        trace.json or trace.json.gz of Kineto
+
+Kernels and copies of GPUs are events of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
+one may hold others: then only the time that it spends outside of those is its own. A device communicates while one of
+its collectives runs, computes while anything else does, and what it communicates without computing is exposed.
+
+A JAX profile has no sizes of collectives; an xplane has the compiled programs, which say them, and which of the names
+are collectives: a ``psum.15`` is. Kineto has sizes of NCCL, and of Gloo with ``record_shapes=True``. The time of a
+collective includes the wait for the last rank, so of several that are alike the shortest is what the network took.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..network import KINDS
+from .hlo import HLOError
+from .schedule import Operation, read_schedule
+
+PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
+_KINDS = {  # in letters only, as XLA, JAX, NCCL, Gloo and c10d spell them
+    "reducescatter": "reduce-scatter", "psumscatter": "reduce-scatter", "allreduce": "all-reduce", "psum": "all-reduce",
+    "allgather": "all-gather", "alltoall": "all-to-all", "ppermute": "collective-permute",
+    "collectivepermute": "collective-permute", "broadcast": "broadcast", "sendrecv": "send", "send": "send",
+    "recv": "recv", "reduce": "reduce",
+}  # fmt: skip
+_OF_XLA = re.compile(
+    r"(all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|psum_scatter|psum|all_gather|reduce_scatter"
+    r"|all_to_all|ppermute)(_invariant)?(-start|-done)?[.\d]*$"
+)
+_OF_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+)|gloo:(\w+)|nccl:(\w+)", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s", re.I
+)
+_COPY = re.compile(r"mem(cpy|set)|copy|__amd_rocclr", re.IGNORECASE)
+_ATTENTION = re.compile(r"flash|fmha|attention|attn", re.IGNORECASE)
+_ITEMSIZES = {
+    "double": 8, "long": 8, "longint": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "c10::half": 2,
+    "c10::bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsignedchar": 1, "signedchar": 1,
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """A kernel, a copy or a collective on a device.
+
+    Attributes:
+        line: The stream or the thread of the device.
+        kind: A kind of collective, or ``PRODUCTS``, ``ATTENTION``, ``COPIES`` or ``OTHERS``.
+        num_bytes: Of a collective's full buffer; None if the profile does not say.
+        num_ranks: That take part in a collective; None as well.
+    """
+
+    device: str
+    line: str
+    name: str
+    start_us: float
+    end_us: float
+    kind: str
+    num_bytes: int | None = None
+    num_ranks: int | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it communicates."""
+        return self.kind not in (PRODUCTS, ATTENTION, COPIES, OTHERS)
+
+
+class _Raw(NamedTuple):
+    """An event as a profile of JAX has it; before ``_on_devices``, its device is a plane."""
+
+    device: str
+    line: str
+    name: str
+    start_us: float
+    for_us: float
+    stats: Mapping[str, Any]
+
+
+class Overlap(NamedTuple):
+    """Microseconds of a device: from its first event to its last, computing, communicating, and only that."""
+
+    span_us: float
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+
+
+class Alike(NamedTuple):
+    """Collectives of one kind, size and number of ranks, and how long each took in microseconds."""
+
+    kind: str
+    num_bytes: int | None
+    num_ranks: int | None
+    times_us: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What ran on the devices of a profile.
+
+    Attributes:
+        events: Of all devices, in any order.
+        notes: What could not be read, in words.
+    """
+
+    events: tuple[Event, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> list[str]:
+        """Their names, sorted; those of accelerators as XLA has them, ``/device:GPU:0``."""
+        return sorted({event.device for event in self.events})
+
+    def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
+        """Each event with the parts of its time in which no other event of its line ran inside of it."""
+        lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            lines[event.device, event.line].append(event)
+        for events in lines.values():
+            yield from _own_parts(events)
+
+    def kinds(self) -> dict[str, tuple[int, float]]:
+        """Number of events and their own microseconds by kind, the longest first."""
+        return self._sums(lambda event: event.kind)
+
+    def kernels(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """The same by kind and name."""
+        return self._sums(lambda event: (event.kind, event.name))
+
+    def _sums(self, key: Any) -> dict[Any, tuple[int, float]]:
+        times: dict[Any, list[float]] = defaultdict(list)
+        for event, parts in self.own_us():
+            times[key(event)].append(sum(end - start for start, end in parts))
+        sums = {each: (len(own), sum(own)) for each, own in times.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+
+    def overlaps(self) -> dict[str, Overlap]:
+        """How each device computed and communicated."""
+        spent: dict[str, dict[bool, list[tuple[float, float]]]] = {one: {True: [], False: []} for one in self.devices}
+        for event, parts in self.own_us():
+            spent[event.device][event.is_collective] += parts
+        found = {}
+        for device, parts_of in spent.items():
+            compute, sent, both = map(_union_us, (parts_of[False], parts_of[True], [*parts_of[False], *parts_of[True]]))
+            ends = [time for part in (*parts_of[False], *parts_of[True]) for time in part]
+            found[device] = Overlap(max(ends) - min(ends), compute, sent, min(sent, both - compute))
+        return found
+
+    def collectives(self) -> list[Alike]:
+        """The collectives, by kind and size."""
+        times: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)
+        for event in self.events:
+            if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
+                times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
+        return [
+            Alike(*key, tuple(times[key])) for key in sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
+        ]
+
+    def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them under ``"us"``.
+
+        None is longer than that of a larger size, which waited less for the last rank.
+
+        Raises:
+            ValueError: If of no kind there are two sizes, of which the larger took longer.
+        """
+        rows: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+        for one in reversed(self.collectives()):
+            if one.kind in KINDS and one.num_bytes and one.num_ranks and one.num_ranks > 1:
+                curve = rows[one.kind, str(one.num_ranks)]
+                curve.append((one.num_bytes, min([*one.times_us, *(time for _, time in curve[-1:])])))
+        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
+        for (kind, ranks), curve in rows.items():
+            if curve[0][1] > curve[-1][1] > 0:
+                found[kind][ranks] = curve[::-1]
+        if not found:
+            raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
+        return dict(found)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Reads a profile.
+
+    ``path`` is a file, or a folder: then the newest profile below it, with the files of all hosts or ranks beside it.
+
+    Raises:
+        ValueError: If it is no profile, is damaged, or nothing ran on a device.
+        OSError: If it cannot be read.
+    """
+    files = _files_of(Path(path))
+    events: list[Event] = []
+    notes: list[str] = []
+    for file in files:
+        prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
+        try:
+            found, why = _of_xplane(file) if file.name.endswith(".pb") else (_of_json(file), [])
+        except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
+            raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
+        events += (event._replace(device=f"{prefix}{event.device}") for event in found)
+        notes += why
+    if not events:
+        raise ValueError(f"profile (={str(path)}) must hold events of a device: nothing ran on one")
+    return Trace(tuple(events), tuple(dict.fromkeys(notes)))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # of JAX, the first has more
+        if found := sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime):
+            return sorted(file for file in found if file.parent == found[-1].parent)
+    raise ValueError(f"profile (={str(path)}) must be a profile or hold one: *.xplane.pb, *.json.gz or *.json")
+
+
+def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
+    from jax.profiler import ProfileData  # which needs no device
+
+    data = file.read_bytes()
+    raw = [
+        _Raw(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
+        for plane in ProfileData.from_serialized_xspace(data).planes
+        for line in plane.lines if _is_read(plane.name, line.name) for event in line.events
+    ]  # fmt: skip
+    ran = _on_devices(raw)
+    programs, notes = _programs(data, {_program(each.stats) for each in ran})
+    return [_of_xla(each, programs.get(_program(each.stats), {})) for each in ran], notes
+
+
+def _of_json(file: Path) -> list[Event]:
+    read = gzip.open if file.name.endswith(".gz") else open
+    with read(file, "rt") as text:
+        content = json.load(text)
+    events = content["traceEvents"] if isinstance(content, dict) else content
+    named = [each for each in events if each.get("ph") == "M"]
+    planes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
+    lines = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
+    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
+    if any("cat" in each for each in complete):
+        about = (content.get("distributedInfo") if isinstance(content, dict) else None) or {}
+        return list(_of_kineto(complete, about.get("world_size") if about.get("pg_count", 1) == 1 else None))
+    raw = [
+        _Raw(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
+             each.get("dur", 0.0), each.get("args", {}))
+        for each in complete
+    ]  # fmt: skip
+    return [_of_xla(each, {}) for each in _on_devices(each for each in raw if _is_read(each.device, each.line))]
+
+
+def _is_read(plane: str, line: str) -> bool:
+    """Whether a line has what devices do; others of its plane repeat it by module or by step."""
+    if plane.startswith("/device:GPU:"):
+        return line.startswith("Stream #")
+    return line in ("XLA Ops", "Async XLA Ops") if plane.startswith("/device:TPU:") else plane == "/host:CPU"
+
+
+def _on_devices(raw: Iterable[_Raw]) -> list[_Raw]:
+    """Leaves what the host does around them out; without accelerators, the devices are those of XLA on CPUs."""
+    raw = list(raw)
+    if on_accelerators := [each for each in raw if each.device.startswith("/device:")]:
+        return on_accelerators
+    return [
+        each._replace(device=f"CPU {each.stats.get('device_ordinal', 0)}") for each in raw if "hlo_op" in each.stats
+    ]
+
+
+def _of_xla(raw: _Raw, program: Mapping[str, Operation]) -> Event:
+    op = str(raw.stats.get("hlo_op", raw.name))
+    event = Event(raw.device, raw.line, raw.name, raw.start_us, raw.start_us + raw.for_us, _kind(raw.name, op))
+    known = program.get(op)
+    if known is None or event.kind == COPIES:
+        return event
+    if known.starts is None:
+        return event._replace(kind=PRODUCTS) if known.total_work.matmul_flops else event
+    one = known.starts
+    return event._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
+
+
+def _kind(name: str, op: str = "") -> str:
+    """The kind of a kernel by its name, and that of XLA's operation."""
+    if _COPY.match(name):
+        return COPIES
+    if called := _OF_XLA.match(op) or _OF_NCCL.search(name):
+        letters = re.sub(r"[^a-z]", "", next(filter(None, called.groups())).lower())
+        return next((kind for spelt, kind in _KINDS.items() if letters.startswith(spelt)), "collective")
+    if _ATTENTION.search(name):
+        return ATTENTION
+    return PRODUCTS if _PRODUCT.search(f"{name} {op}") else OTHERS
+
+
+def _of_kineto(events: Sequence[Mapping[str, Any]], world_size: int | None) -> Iterator[Event]:
+    on_gpus = [each for each in events if str(each.get("cat")).lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
+    on_cpus = (each for each in events if each["name"].startswith(("aten::", "gloo:")))
+    for each in on_gpus or on_cpus:
+        args, name = each.get("args", {}), each["name"]
+        device = f"/device:GPU:{args['device']}" if on_gpus else f"CPU {each['pid']}"
+        kind = _kind(f"nccl:{args['Collective name'].strip('_')}" if "Collective name" in args else name)
+        event = Event(device, str(args.get("stream", each["tid"])), name, each["ts"], each["ts"] + each["dur"], kind)
+        if event.is_collective:
+            num_ranks = args.get("Group size", world_size)
+            event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
+        yield event
+
+
+def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> int | None:
+    """Bytes of a collective's full buffer: the larger side of NCCL's, and of Gloo's inputs."""
+    if "In msg nelems" in args:
+        elements, dtype = max(args["In msg nelems"], args["Out msg nelems"]), args.get("dtype", "")
+    elif args.get("Input Dims") and args["Input Dims"][0]:
+        elements, dtype = 1, args["Input type"][0]
+        for dim in args["Input Dims"][0]:
+            elements *= dim if isinstance(dim, int) else 0
+        elements *= (num_ranks or 0) if kind == "all-gather" else 1
+    else:
+        return None
+    return elements * _ITEMSIZES.get(dtype.lower().replace(" ", ""), 0) or None
+
+
+def _program(stats: Mapping[str, Any]) -> str:
+    return f"{stats.get('hlo_module')}({stats.get('program_id')})"
+
+
+def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operation]], list[str]]:
+    """The operations, by program and name, of the compiled programs in an xplane, which ``ProfileData`` leaves out."""
+    from jax._src.lib import xla_client  # no public name reads a serialized program
+
+    found, notes = {}, []
+    for plane in (value for number, value in _fields(data) if number == 1):
+        metadata = [(number, value) for number, value in _fields(plane) if number in (2, 4)]
+        if (2, b"/host:metadata") not in metadata:
+            continue
+        for entry in (value for number, value in metadata if number == 4):
+            fields = list(_fields(dict(_fields(entry))[2]))
+            name = next(value.decode() for number, value in fields if number == 2)
+            stats = [dict(_fields(value)) for number, value in fields if number == 5]
+            if name not in wanted or not (programs := [stat[6] for stat in stats if 6 in stat]):
+                continue
+            try:
+                module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(dict(_fields(programs[0]))[1])
+                found[name] = {one.name: one for one in _flat(read_schedule(module.to_string()).operations)}
+            except (AttributeError, HLOError, RuntimeError) as error:
+                notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
+    return found, notes
+
+
+def _flat(operations: Iterable[Operation]) -> Iterator[Operation]:
+    for operation in operations:
+        yield operation
+        yield from _flat(operation.body)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """The numbers and values of a message of protocol buffers, whose schema no installed package has."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            yield number, varint()
+        else:
+            size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+            yield number, data[at : at + size]
+            at += size
+
+
+def _own_parts(events: list[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
+    """What of each event of a line is not within a later one."""
+    open_events: list[tuple[Event, list[tuple[float, float]]]] = []
+    cursor = 0.0
+
+    def close(until: float) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
+        nonlocal cursor
+        while open_events and open_events[-1][0].end_us <= until:
+            event, parts = open_events.pop()
+            if event.end_us > cursor:
+                parts.append((cursor, event.end_us))
+                cursor = event.end_us
+            yield event, parts
+
+    for event in sorted(events, key=lambda each: (each.start_us, -each.end_us)):
+        yield from close(event.start_us)
+        if open_events and event.start_us > cursor:
+            open_events[-1][1].append((cursor, event.start_us))
+        cursor = max(cursor, event.start_us) if open_events else event.start_us
+        open_events.append((event, []))
+    yield from close(float("inf"))
+
+
+def _union_us(parts: Iterable[tuple[float, float]]) -> float:
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(parts):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

@@ -1,0 +1,120 @@
+import gzip
+import json
+
+import pytest
+
+from jaxddp import network
+from jaxddp.instruments.trace import Event, Trace, read_trace
+
+
+def on_gpu(name, line, start_us, end_us, kind):
+    return Event("/device:GPU:0", line, name, start_us, end_us, kind)
+
+
+def test_exposed_is_what_a_device_communicates_without_computing():
+    trace = Trace((
+        on_gpu("gemm", "Stream #1", 0, 10, "products"),
+        on_gpu("add", "Stream #1", 12, 14, "other kernels"),
+        on_gpu("ncclAllReduce", "Stream #2", 5, 20, "all-reduce"),
+    ))  # fmt: skip
+    assert trace.overlaps() == {"/device:GPU:0": (20, 12, 15, 8)}
+    assert trace.kinds() == {"all-reduce": (1, 15), "products": (1, 10), "other kernels": (1, 2)}
+
+
+def test_what_runs_inside_of_an_operation_is_not_its_own_time():
+    """A loop holds a product and a collective: it computes only while neither runs."""
+    trace = Trace((
+        on_gpu("while", "XLA Ops", 0, 100, "other kernels"),
+        on_gpu("dot", "XLA Ops", 10, 40, "products"),
+        on_gpu("all-reduce", "XLA Ops", 50, 90, "all-reduce"),
+    ))  # fmt: skip
+    assert trace.kinds() == {"all-reduce": (1, 40), "products": (1, 30), "other kernels": (1, 30)}
+    assert trace.overlaps() == {"/device:GPU:0": (100, 60, 40, 40)}
+
+
+def reduced(num_bytes, *times_us, kind="all-reduce"):
+    return [Event("/device:GPU:0", "2", "nccl", 0, us, kind, num_bytes, 8) for us in times_us]
+
+
+def test_curves_are_the_shortest_times_and_never_fall_with_the_size():
+    events = [*reduced(2**10, 30, 20), *reduced(2**20, 90, 70), *reduced(2**24, 60), *reduced(None, 1)]
+    events += reduced(2**10, 5, kind="all-gather")  # a single size is no curve
+    assert Trace(tuple(events)).curves() == {"all-reduce": {"8": [(2**10, 20), (2**20, 60), (2**24, 60)]}}
+    with pytest.raises(ValueError, match="collectives of several known sizes"):
+        Trace(tuple(reduced(2**10, 5))).curves()
+
+
+def nccl(name, start_us, for_us, **args):
+    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start_us, "dur": for_us,
+            "args": {"device": 0, "stream": 7, **args}}  # fmt: skip
+
+
+def kineto(*events):
+    started = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 9, "tid": 9, "ts": 0, "dur": 99, "args": {}}
+    return {"traceEvents": [*events, started], "distributedInfo": {"world_size": 4}}
+
+
+def test_nccl_of_kineto_has_sizes_and_ranks(tmp_path):
+    message = {"Collective name": "_allgather_base", "In msg nelems": 8, "Out msg nelems": 16, "Group size": 2,
+               "dtype": "BFloat16"}  # fmt: skip
+    events = (
+        nccl("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 3, **message),
+        nccl("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", 4, 5),
+        nccl("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", 10, 5),
+        nccl("void cutlass::Kernel<cutlass_80_tensorop>", 11, 2, stream=8),
+    )
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(json.dumps(kineto(*events)).encode()))
+    trace = read_trace(tmp_path)
+    assert trace.collectives() == [
+        ("all-gather", 32, 2, (3,)), ("all-reduce", None, 4, (5,)), ("collective", None, 4, (5,))
+    ]  # fmt: skip
+    assert trace.overlaps() == {"/device:GPU:0": (15, 2, 13, 11)}  # the host's operations are not the device's
+
+
+def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
+    def named(kind, name, tid):
+        return {"ph": "M", "pid": 1, "tid": tid, "name": kind, "args": {"name": name}}
+
+    def ran(tid, name, **args):
+        return {"ph": "X", "pid": 1, "tid": tid, "ts": 0, "dur": 4, "name": name, "args": args}
+
+    events = [
+        named("process_name", "/device:GPU:3", 0), named("thread_name", "Stream #7(NCCL)", 7),
+        named("thread_name", "XLA Modules", 8), ran(7, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", hlo_op="rs.1"),
+        ran(8, "jit_step"), ran(7, "loop_fusion", hlo_op="psum_scatter.4"),
+    ]  # fmt: skip
+    (tmp_path / "vm.trace.json").write_text(json.dumps({"traceEvents": events}))
+    trace = read_trace(tmp_path / "vm.trace.json")
+    assert [(event.device, event.kind) for event in trace.events] == [("/device:GPU:3", "reduce-scatter")] * 2
+
+
+def damaged(folder):
+    whole = gzip.compress(json.dumps(kineto(nccl("gemm", 0, 1))).encode())
+    (folder / "cut.json.gz").write_bytes(whole[: len(whole) // 2])
+    (folder / "other.json").write_text("[1, 2]")
+    (folder / "host.json").write_text(json.dumps({"traceEvents": []}))
+    (folder / "cut.xplane.pb").write_bytes(b"\x0a\xff\xff\x00/device:GPU:0")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "cut.json.gz": "must be one of jax.profiler or Kineto: EOFError",
+        "other.json": "must be one of jax.profiler or Kineto: AttributeError",
+        "cut.xplane.pb": "must be one of jax.profiler or Kineto: RuntimeError",
+        "host.json": "must hold events of a device: nothing ran on one",
+        "empty": "must be a profile or hold one",
+    }.items(),
+)
+def test_what_is_no_profile_is_one_line(tmp_path, name, message):
+    with pytest.raises(ValueError, match=rf"^profile \(=.*{name}\) {message}") as error:
+        read_trace(damaged(tmp_path) / name)
+    assert "\n" not in str(error.value)
+
+
+def test_written_curves_are_a_network(tmp_path):
+    curves = Trace((*reduced(2**10, 20), *reduced(2**20, 70))).curves()
+    (tmp_path / "net.json").write_text(json.dumps({"us": curves}))
+    assert network.from_file(tmp_path / "net.json").seconds("all-reduce", 2**20, range(8)) == 70e-6
