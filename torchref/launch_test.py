@@ -216,18 +216,6 @@ def test_reports_arrive_in_order_while_the_rank_runs_and_late_ones_are_dropped(r
     report(threading.Lock())  # outside of a rank nothing is sent
 
 
-def test_an_error_in_on_message_ends_the_call(ranks):
-    pids = []
-
-    def call_again(rank, pid):
-        pids.append(pid)
-        ranks.run(process_id)
-
-    with pytest.raises(ValueError, match="^this RankPool is busy with another call"):
-        ranks.run(report_and_wait, num_ranks=1, on_message=call_again)
-    assert wait_until_gone(pids)
-
-
 def test_close_ends_all_processes():
     with RankPool(1) as pool:
         pids = pool.run(process_id)
