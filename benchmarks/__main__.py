@@ -5,22 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
+
+from jaxddp.cli.parser import Parser
 
 DESCRIPTION = "Measures data parallelism in JAX and PyTorch, side by side."
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose values are not empty."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if value == "":  # of a shell variable that is not set; as a path it would be the current folder
-            raise argparse.ArgumentError(action, "must not be empty")
-        super()._check_value(action, value)
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def positive(kind: type) -> Any:

@@ -26,9 +26,18 @@ from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
 from .strategies import COLUMNS, NOTES, measure_steps
 from .timing import compare
-from .training.probes import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, all_reduce_label
-from .training.rank import PROBES
-from .training.setup import OPTIONS, QUICK_MODEL, SIZES, StrategySpec, make_setup
+from .training.setup import (
+    AT_ONCE,
+    FORWARD_BACKWARD,
+    NUM_PROBED,
+    OPTIONS,
+    PROBES,
+    QUICK_MODEL,
+    SIZES,
+    StrategySpec,
+    all_reduce_label,
+    make_setup,
+)
 
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 LARGEST_PROBE_BYTES = 64 * MIB

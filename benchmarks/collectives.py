@@ -2,14 +2,13 @@
 
     python -m benchmarks collectives --ranks 2 --sizes-mb 1 10 100
 
-A backend with a number of ranks is one case. Cases run one after the other, so ratios of frameworks compare two cases.
+A backend with a number of ranks is one case. Cases run one after the other.
 Every round calls each collective of a size once; the time of a call is that of its slowest rank, and the result of
 every call is checked bit for bit. Simulated devices copy within one memory and send nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from jaxddp.environment import cuda_libraries
+from jaxddp.network import GB
 from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import stopwatch, summarize
 
@@ -26,8 +26,8 @@ from . import nccl_tests
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, NotRun, Options, Say
 from .collective_cases import NAMES, QUICK_NAMES, rates
 from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank
-from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, size
-from .timing import Attempts, compare, interleave
+from .render import CHECK, STEP, Column, Row, by, counts, new_figure, percent, size
+from .timing import Attempts, interleave
 
 RANKS = (2, 4, 6)  # as in the assignment report
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -37,12 +37,8 @@ BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
 IN_A_ROW, MOST_IN_A_ROW_BYTES = 20, MIB  # calls between two synchronisations, as nccl-tests times them; on GPUs
 # Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
 # up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
-HELD, HELD_ALONE = 12.5, 10.5  # of all collectives by turns, and of one
-FITS, RATIOS = "What the sizes of one collective have in common", "Bandwidth of one backend over another's, all-reduce"
-# XLA against torch over the same kind of link, and NCCL against Gloo as in the assignment report.
-PAIRS = (("XLA over NCCL", "NCCL"), ("XLA over Gloo", "Gloo"), ("XLA in-process", "Gloo"), ("NCCL", "Gloo"))
-# 97.5th percentile of Student's t for 1, 2, ... degrees of freedom; the last is also used for more.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+HELD = 12.5
+FITS = "What the sizes of one collective have in common"
 
 
 @dataclass(frozen=True)
@@ -109,10 +105,10 @@ def measure(case: Case, say: Say) -> Iterable[dict[str, Any]]:
 
 def _measure(sweep: Sweep, say: Say) -> Iterator[dict[str, Any]]:
     common = {"framework": sweep.framework, "backend": sweep.ranks.backend(sweep.framework), "dtype": "float32"}
-    batches, left_out = fitting(sweep)
-    if not batches:
+    sizes, left_out = fitting(sweep)
+    if not sizes:
         raise NotRun(left_out[0][1])
-    rows = sweep.ranks.run(time_sweep, sweep, batches, in_jax=sweep.framework == "jaxddp", say=say)
+    rows = sweep.ranks.run(time_sweep, sweep, sizes, in_jax=sweep.framework == "jaxddp", say=say)
     order = {name: place for place, name in enumerate(NAMES)}
     for row in sorted(rows, key=lambda row: (order[row["collective"]], row["asked_bytes"])):
         yield common | {"num_ranks": sweep.ranks.num} | row
@@ -120,40 +116,35 @@ def _measure(sweep: Sweep, say: Say) -> Iterator[dict[str, Any]]:
         yield common | {"num_ranks": sweep.ranks.num, "asked_bytes": asked, "check": f"{NOT_RUN}{why}"}
 
 
-def fitting(sweep: Sweep) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, str]]]:
+def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
     """The sizes that fit into memory, largest first: memory freed by large buffers serves smaller ones.
 
     Returns:
-        Sizes and the collectives that take turns, one alone where not all fit together; and of the other sizes why not.
+        Those sizes; and of the others why not.
     """
-    ranks, batches, left_out = sweep.ranks, [], []
+    ranks, sizes, left_out = sweep.ranks, [], []
     on_gpus, free = ranks.kind == "gpus", 0.95 * free_bytes(ranks.kind)
     processes = 0 if on_gpus else PROCESS_BYTES * (1 if ranks.kind == "simulated" else ranks.num)
     for asked in sorted(sweep.sizes, reverse=True):
-        of_all = asked * (1 if on_gpus or ranks.is_job else ranks.num)
-        if HELD * of_all + processes <= free:
-            batches.append((asked, sweep.names))
-        elif HELD_ALONE * of_all + processes <= free:
-            batches += [(asked, (name,)) for name in sweep.names]
+        needed = HELD * asked * (1 if on_gpus or ranks.is_job else ranks.num) + processes
+        if needed <= free:
+            sizes.append(asked)
         else:
-            needed = (HELD_ALONE * of_all + processes) / GIB
-            left_out.append((asked, f"{size(asked)} needs {needed:.1f} GiB, {free / GIB:.1f} can be had"))
-    return batches, left_out
+            why = f"{size(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} can be had"
+            left_out.append((asked, why))
+    return sizes, left_out
 
 
-def time_sweep(ranks: Ranks, sweep: Sweep, batches: Sequence[tuple[int, tuple[str, ...]]]) -> list[dict[str, Any]]:
+def time_sweep(ranks: Ranks, sweep: Sweep, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Times all sizes; runs on each rank."""
     from .collective_calls import JaxCalls, TorchCalls
 
     side = (JaxCalls if sweep.framework == "jaxddp" else TorchCalls)(ranks)
     rows: list[dict[str, Any]] = []
-    for asked, names in batches:
-        say_on_rank(
-            f"{ranks.backend(sweep.framework)}, {ranks.num} ranks: {size(asked)}"
-            + f" of {names[0]}" * (len(names) == 1)
-        )
+    for asked in sizes:
+        say_on_rank(f"{ranks.backend(sweep.framework)}, {ranks.num} ranks: {size(asked)}")
         attempt = Attempts(agree)
-        made = {name: attempt(name, partial(side.make, name, asked)) for name in names}
+        made = {name: attempt(name, partial(side.make, name, asked)) for name in sweep.names}
         calls = {name: call for name, call in made.items() if call}
         rows += _time_calls(sweep, asked, calls, attempt)
         rows += [
@@ -218,49 +209,26 @@ def rounds_within(budget_s: float, round_s: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / max(round_s, 1e-9))))
 
 
-def compare_backends(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Latency and rate fitted to the sizes of each collective, and ratios of the backends' all-reduces."""
+def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Latency and rate fitted to the sizes of each collective."""
     right = [row for row in rows if row["check"] == "ok" and row.get("median_ms") and row.get("collective")]
-    for (framework, backend, num_ranks, name), some in by(
-        right, "framework", "backend", "num_ranks", "collective"
-    ).items():
+    keys = ("framework", "backend", "num_ranks", "collective")
+    for of_sweep, some in by(right, *keys).items():
         if len(some) >= 3:
-            row = {
-                "table": FITS,
-                "framework": framework,
-                "backend": backend,
-                "num_ranks": num_ranks,
-                "collective": name,
-            }
-            yield row | fit(name, some)
-    for num_ranks in sorted({row["num_ranks"] for row in right}):
-        for pair in PAIRS:
-            ours, theirs = (
-                {row["asked_bytes"]: row for row in right if row["collective"] == "all_reduce"
-                 and (row["backend"], row["num_ranks"]) == (backend, num_ranks)}
-                for backend in pair
-            )  # fmt: skip
-            for asked in sorted(ours.keys() & theirs.keys()):
-                found = compare(theirs[asked]["rounds_ms"], ours[asked]["rounds_ms"], paired=False)
-                row = {"table": RATIOS, "pair": " / ".join(pair), "num_ranks": num_ranks, "asked_bytes": asked}
-                yield row | found._asdict() | {"check": "ok"}
+            yield {"table": FITS, **dict(zip(keys, of_sweep, strict=True)), **fit(of_sweep[-1], some)}
 
 
 def fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Fits latency and rate, with 95 % intervals of the residuals: they include the model's error."""
+    """Fits latency and rate to the sizes of a collective."""
     sizes, seconds = [row["size_bytes"] for row in rows], [row["median_ms"] * 1e-3 for row in rows]
     try:
         found = fit_sweep(sizes, seconds)
     except ValueError:
         return {"check": "poor: times do not grow with sizes"}
-    student = _STUDENT[min(len(rows) - 3, len(_STUDENT) - 1)]
-    alpha, error = found.latency_s * 1e6, student * found.latency_error_s * 1e6
-    rate, share = found.bytes_per_s / 1e9, student * found.bytes_per_s_error / found.bytes_per_s
-    worst = float(np.max(np.abs(found.residuals)))
+    rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
     return {
-        "alpha_us": alpha, "alpha_low_us": alpha - error, "alpha_high_us": alpha + error, "gb_per_s": rate,
-        "gb_per_s_low": rate / (1 + share), "gb_per_s_high": rate / (1 - share) if share < 1 else math.inf,
-        "bus_gb_per_s": rates(name, 10**9, 1 / rate, rows[0]["num_ranks"])[1], "worst_error": worst,
+        "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
+        "bus_gb_per_s": rates(name, 10**9, 1 / rate, rows[0]["num_ranks"])[1],
         "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
     }  # fmt: skip
 
@@ -300,17 +268,11 @@ BENCHMARK = Benchmark(
             Column("found", "compiled", form=counts), Column("kernel"), CHECK,
         ),
         FITS: (
-            *_HEAD, Column("latency", "alpha_us", "us"),
-            interval("95 % interval", "alpha_low_us", "alpha_high_us", "us"),
-            Column("rate", "gb_per_s", "GB/s"), interval("95 % interval", "gb_per_s_low", "gb_per_s_high", "GB/s"),
+            *_HEAD, Column("latency", "alpha_us", "us"), Column("rate", "gb_per_s", "GB/s"),
             Column("a rank sends", "bus_gb_per_s", "GB/s"), Column("worst error", "worst_error", form=percent), CHECK,
         ),
-        RATIOS: (
-            Column("backends", "pair"), Column("ranks", "num_ranks"), Column("size", "asked_bytes", form=size),
-            Column("ratio"), interval("95 % interval", "low", "high"), CHECK,
-        ),
     },
-    plot, compare_backends,
+    plot, fit_all,
     (
         "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
         "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"

@@ -9,7 +9,7 @@ from benchmarks.__main__ import make_options
 from benchmarks.benchmark import Case
 from benchmarks.collective_calls import REPLACED, TorchCalls
 from benchmarks.collective_cases import NAMES
-from benchmarks.collectives import GIB, MIB, RATIOS, Sweep, compare_backends, fitting, measure, time_sweep
+from benchmarks.collectives import GIB, MIB, Sweep, fit_all, fitting, measure, time_sweep
 from benchmarks.ranks import Ranks
 from torchref.launch import shared_pool
 
@@ -58,7 +58,7 @@ class Wrong(TorchCalls):
 def in_torch(ranks, sweep):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.collective_calls.TorchCalls", Wrong)
-        return time_sweep(ranks, sweep, [(1024, NAMES)])
+        return time_sweep(ranks, sweep, sweep.sizes)
 
 
 def test_torch_calls_are_right_and_what_is_wrong_is_marked():
@@ -70,12 +70,11 @@ def test_torch_calls_are_right_and_what_is_wrong_is_marked():
     assert set(checks.values()) == {"ok"} and len(checks) == len(NAMES) - 2
 
 
-def test_what_does_not_fit_together_runs_alone_and_the_rest_is_left_out(monkeypatch):
-    monkeypatch.setattr(collectives, "free_bytes", lambda kind: 23.5 * GIB)
-    sizes = (MIB, GIB, 4 * GIB)
-    batches, left_out = fitting(Sweep("torchref", Ranks(2, "processes"), ("all_reduce", "reduce"), sizes, None, 1.0))
-    assert batches == [(GIB, ("all_reduce",)), (GIB, ("reduce",)), (MIB, ("all_reduce", "reduce"))]
-    assert [asked for asked, _ in left_out] == [4 * GIB] and "4 GiB needs 85.0 GiB" in left_out[0][1]
+def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch):
+    monkeypatch.setattr(collectives, "free_bytes", lambda kind: 28 * GIB)
+    sizes, left_out = fitting(Sweep("torchref", Ranks(2, "processes"), NAMES, (MIB, GIB, 4 * GIB), None, 1.0))
+    assert sizes == [GIB, MIB] and [asked for asked, _ in left_out] == [4 * GIB]
+    assert "4 GiB needs 101.0 GiB" in left_out[0][1]
 
 
 def call(backend, asked, ms, **more):
@@ -83,19 +82,14 @@ def call(backend, asked, ms, **more):
     return row | {"size_bytes": asked, "median_ms": ms, "rounds_ms": [ms] * 5, "check": "ok"} | more
 
 
-def test_latency_rate_and_ratios_of_made_times():
+def test_latency_and_rate_of_made_times():
     sizes = [10**6, 2 * 10**6, 4 * 10**6, 8 * 10**6]
     rows = [call("Gloo", size, 1 + size / 1e6) for size in sizes]  # 1 ms and 1 GB/s
     rows += [call("XLA over Gloo", size, 2 + 2 * size / 1e6) for size in sizes[:2]]  # too few to fit
     rows += [call("XLA over Gloo", sizes[2], 1e-3, check="WRONG: 1 values")]
-    fit, *ratios = compare_backends(rows)
+    (fit,) = fit_all(rows)
     assert (fit["backend"], fit["alpha_us"], fit["gb_per_s"]) == ("Gloo", pytest.approx(1000), pytest.approx(1))
     assert fit["bus_gb_per_s"] == pytest.approx(1.5) and fit["check"] == "ok"  # 2 (N-1)/N
-    assert fit["gb_per_s_low"] <= fit["gb_per_s"] <= fit["gb_per_s_high"]
-    assert [(row["table"], row["pair"], row["asked_bytes"]) for row in ratios] == [
-        (RATIOS, "XLA over Gloo / Gloo", size) for size in sizes[:2]
-    ]
-    assert all(row["ratio"] == row["low"] == row["high"] == pytest.approx(0.5) for row in ratios)
 
 
 def test_a_sweep_that_two_numbers_do_not_describe_is_told():
@@ -103,5 +97,5 @@ def test_a_sweep_that_two_numbers_do_not_describe_is_told():
     jumps = [
         call("Gloo", size, ms) for size, ms in ((10**6, 1.0), (2 * 10**6, 9.0), (4 * 10**6, 2.5), (8 * 10**6, 40.0))
     ]
-    assert next(compare_backends(shrinking))["check"].startswith("poor: times do not grow")
-    assert next(compare_backends(jumps))["check"].startswith("poor: off by up to")
+    assert next(fit_all(shrinking))["check"].startswith("poor: times do not grow")
+    assert next(fit_all(jumps))["check"].startswith("poor: off by up to")

@@ -37,7 +37,6 @@ from benchmarks.registry import BENCHMARKS
         ("collectives --model tiny", "--model"),
         ("memory --target h100:3", "batch_size (=32) must be divisible by the number of devices (=3)"),
         ("memory --strategies jit", "unknown strategy 'jit'"),
-        ("scaling --target h100:4", "target (=h100:4)"),
         ("soak --ranks 1", "ranks (=1) must be at least 2"),
         ("soak --minutes 0", "positive"),
         ("soak --seed -1", "seed (=-1) must not be negative"),

@@ -15,17 +15,17 @@ faster than one. One more thread (``NPROC``) computes while the first waits for 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,9 @@ class Ranks:
         environment = dict(_ON_GPUS if on_gpus else allocator.ENVIRONMENT)
         if self.kind in ("processes", "lab"):
             environment["NPROC"] = "2"
-        with _with_environment(environment):
+        with mock.patch.dict(os.environ, environment | os.environ):  # what the user has set stays
+            for name in _OVERRIDES:
+                os.environ.pop(name, None)
             results = launch(
                 fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
                 backend="nccl" if on_gpus else "gloo",
@@ -140,8 +142,7 @@ def _mesh(ranks: Ranks) -> Any:
         jax.config.update("jax_num_cpu_devices", 1)
         jaxddp.start_process(address, ranks.num, dist.get_rank())
     mesh = jaxddp.data_mesh()
-    with _without_output():  # in its first collective XLA's Gloo prints who is connected
-        multihost_utils.sync_global_devices("connected")
+    multihost_utils.sync_global_devices("connected")
     return mesh
 
 
@@ -270,33 +271,3 @@ def _free_address(host: str) -> str:
     with socket.socket() as listener:
         listener.bind((host, 0))
         return f"{host}:{listener.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def _with_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Gives variables to the processes that are started meanwhile; those that the user has set stay."""
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in variables.items() if name not in before})
-    for name in _OVERRIDES:
-        os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        for name in (*variables, *_OVERRIDES):
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
-
-
-@contextlib.contextmanager
-def _without_output() -> Iterator[None]:
-    """Drops what native code prints meanwhile; errors stay."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)

@@ -3,6 +3,5 @@
 setup.py                      what is trained, and whether it fits into memory
 rank.py                       what a rank does: every variant timed in interleaved rounds, and their rows
 jax_side.py, torch_side.py    each framework's runs and probes
-silent.py                     a step without its communication
-device_time.py, probes.py     steps timed on the GPU; what is timed beside training
+device_time.py                steps timed on the GPU
 """

@@ -22,8 +22,7 @@ from jaxddp.strategy import without_communication
 
 from ..ranks import Ranks, say_on_rank
 from ..timing import Attempts
-from .probes import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, all_reduce_label
-from .setup import StrategySpec, TrainingSetup
+from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, SILENT, StrategySpec, TrainingSetup, all_reduce_label
 
 FRAMEWORK = "jaxddp"
 _PRECISION = {"f32": "highest", "tf32": "TF32_TF32_F32"}  # by itself JAX takes TF32 on GPUs that have it
@@ -125,9 +124,6 @@ class JaxSide:
             zeros = zeros_of(num_bytes)
             found[all_reduce_label(num_bytes)] = partial(lambda zeros, index: _wait(sums(zeros)), zeros)
         return {f"{FRAMEWORK} {label}": probe for label, probe in found.items()}
-
-
-SILENT = " without communication"
 
 
 class JaxRun:

@@ -18,10 +18,8 @@ from jaxddp.training.clock import summarize
 from ..benchmark import FAILED, NOT_RUN, WRONG, Say
 from ..ranks import Ranks, agree, gather, say_on_rank
 from ..timing import Attempts, interleave
-from .setup import PEERS, StrategySpec, TrainingSetup, has_baseline
+from .setup import PEERS, PROBES, SILENT, StrategySpec, TrainingSetup, has_baseline
 
-SILENT = " without communication"
-PROBES = "probes"  # the strategy of the row that has the probes' times
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %. Roundings of bfloat16 are 0.4 % each.
 METRIC_TOLERANCE = {"f32": 0.01, "tf32": 0.01, "bf16": 0.05}

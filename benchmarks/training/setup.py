@@ -13,6 +13,10 @@ from jaxddp.training.data import Batch, Corpus, RandomTokens
 from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
+# What is timed beside training, to predict its steps: see ``buckets.py``.
+PROBES, FORWARD_BACKWARD, AT_ONCE = "probes", "forward and backward", "forward and backward beside all-reduces"
+SILENT = " without communication"  # of the label of a step whose communication is removed
+NUM_PROBED = 4  # all-reduces in a row that a probe times at once
 # What each framework does by itself.
 PEERS = {
     "jaxddp": ("jit",),
@@ -109,6 +113,11 @@ class TrainingSetup:
                     f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
         return [*together, *split]
+
+
+def all_reduce_label(num_bytes: int) -> str:
+    """The probe of ``NUM_PROBED`` all-reduces of so many bytes each."""
+    return f"all-reduce {num_bytes}"
 
 
 def num_runs(setup: TrainingSetup, framework: str) -> int:

@@ -105,11 +105,11 @@ def test_a_gate_is_judged_where_both_sides_took_turns():
 
 def test_efficiency_is_relative_to_the_fewest_ranks():
     rows = [
-        step("jaxddp", "flat", ms, mode=mode, how="measured", num_ranks=num, device="cpu", cores=2)
+        step("jaxddp", "flat", ms, mode=mode, num_ranks=num, device="cpu", cores=2)
         for mode, times in (("strong", {1: 100.0, 2: 60.0, 4: 60.0}), ("weak", {1: 100.0, 2: 125.0}))
         for num, ms in times.items()
     ]
-    rows += [step("jaxddp", "flat", 1.0, mode="weak", how="measured", num_ranks=8, check="FAILED: no")]
+    rows += [step("jaxddp", "flat", 1.0, mode="weak", num_ranks=8, check="FAILED: no")]
     found = list(efficiency(rows))
     assert [row["efficiency"] for row in found] == pytest.approx([1, 100 / 120, 100 / 240, 1, 0.8])
     assert found[1]["low"] <= found[1]["efficiency"] <= found[1]["high"] and "low" not in found[0]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchref
-from torchref.communication.collectives import record
+from torchref.communication.collectives import record, silent
 from torchref.interop import from_numpy
 from torchref.models import build, loss_fn
 from torchref.strategy import planned_collectives
@@ -36,12 +36,18 @@ from torchref.train import local_rows
 
 from ..ranks import Ranks, gather
 from ..timing import Attempts
-from .probes import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, all_reduce_label
-from .setup import PEERS, StrategySpec, TrainingSetup
-from .silent import stepped_without_communication
+from .setup import (
+    AT_ONCE,
+    FORWARD_BACKWARD,
+    NUM_PROBED,
+    PEERS,
+    SILENT,
+    StrategySpec,
+    TrainingSetup,
+    all_reduce_label,
+)
 
 FRAMEWORK = "torchref"
-SILENT = " without communication"
 TorchBatch = dict[str, torch.Tensor]
 
 
@@ -61,11 +67,11 @@ class TorchSide:
         self.batches = [{name: torch.from_numpy(one).to(device) for name, one in b.items()} for b in setup.batches]
         self.rows = [local_rows(batch, dist.get_rank(), ranks.num) for batch in self.batches]
 
-    def make(self, attempt: Attempts, silent: Sequence[StrategySpec]) -> dict[str, Any]:
-        """Makes a run of each strategy; those of ``silent`` also without communication."""
+    def make(self, attempt: Attempts, baselines: Sequence[StrategySpec]) -> dict[str, Any]:
+        """Makes a run of each strategy; those of ``baselines`` also without communication."""
         runs: dict[str, Any] = {}
         for spec in self.setup.strategies[FRAMEWORK]:
-            for sends in (True, False) if spec in silent else (True,):
+            for sends in (True, False) if spec in baselines else (True,):
                 label = f"{FRAMEWORK} {spec.label}{'' if sends else SILENT}"
                 if (run := attempt(label, partial(self._new, spec, sends))) is not None:
                     runs[label] = run
@@ -152,12 +158,9 @@ class TorchRun:
 
     def start(self, index: int) -> Any:
         """Takes the step of a round, but for what the GPU has left to do; its metrics."""
-        if index:
-            with contextlib.nullcontext() if self._sends else stepped_without_communication():
-                return self._trainer.step(self._batches[index])
-        with record() as issued, contextlib.nullcontext() if self._sends else stepped_without_communication():
+        with record() as issued, contextlib.nullcontext() if self._sends else silent():
             metrics = self._trainer.step(self._batches[index])
-        self.found = [(one.kind, one.num_bytes) for one in issued]
+        self.found = self.found or [(one.kind, one.num_bytes) for one in issued]
         return metrics
 
     def step(self, index: int) -> tuple[float, float]:

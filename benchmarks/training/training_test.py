@@ -15,10 +15,9 @@ import torchref
 from benchmarks import buckets
 from benchmarks.ranks import Ranks
 from benchmarks.training import torch_side
-from benchmarks.training.rank import PROBES, check, compare_frameworks, distance, exposed, train
-from benchmarks.training.setup import StrategySpec, TrainingSetup
-from benchmarks.training.silent import stepped_without_communication
-from torchref.communication.collectives import record
+from benchmarks.training.rank import check, compare_frameworks, distance, exposed, train
+from benchmarks.training.setup import PROBES, StrategySpec, TrainingSetup
+from torchref.communication.collectives import silent
 from torchref.launch import shared_pool
 from torchref.models import build, loss_fn
 
@@ -96,7 +95,7 @@ def silent_and_failing(ranks, setup):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_side, "PeerRun", Broken)
-        patch.setattr(torch_side, "stepped_without_communication", refuse)
+        patch.setattr(torch_side, "silent", refuse)
         return train(ranks, setup)
 
 
@@ -149,7 +148,7 @@ def gather_in_silence():
     own = dist.get_rank()
     batch = {name: torch.from_numpy(array[own : own + 1]) for name, array in BATCHES[0].items()}
     # A collective that waited for the other rank would hang: rank 0 alone takes this step.
-    with record(), stepped_without_communication():
+    with silent():
         if own == 0:
             net.zero_grad()
             loss_fn(net, batch).backward()
