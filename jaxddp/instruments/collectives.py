@@ -55,11 +55,12 @@ class Found(NamedTuple):
         dtype: Of the buffer, in HLO's spelling.
         num_ranks: Devices that take part in one.
         axes: The mesh axes that they lie along; None where no mesh is known that says so.
-        times: How often in one call, with all iterations of the loops around it.
+        times: How often in one call, with all iterations of the loops around it; at most, if it is in a branch.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         loops: Around it, the innermost last.
         is_hidden: Whether the program computes between its start and its end.
         source: ``file:line`` of the code that asked for it; empty if the program does not say.
+        is_conditional: Whether it is in a branch of a ``lax.cond``, which may not run.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Found(NamedTuple):
     loops: tuple[Loop, ...]
     is_hidden: bool
     source: str
+    is_conditional: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class Collectives:
         if again := self.each_microbatch():
             num_bytes = sum(one.num_bytes * one.times for one in again)
             lines.append(f"Reduced once per micro-batch: {len(again)} of these lines, {in_bytes(num_bytes)}.")
+        if any(one.is_conditional for one in self.found):
+            lines.append("Up to: in a branch of a lax.cond, counted as if it always ran.")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
@@ -207,7 +211,7 @@ def _read(
         is_hidden = any(other.total_work.flops for other in between)
         yield Found(
             one.starts.kind, one.starts.num_bytes, one.starts.dtype, len(one.starts.group), axes_of(one.starts.group),
-            times, one.phase, loops, is_hidden, one.starts.source,
+            times, one.phase, loops, is_hidden, one.starts.source, one.starts.is_conditional,
         )  # fmt: skip
 
 
@@ -272,8 +276,9 @@ def loops_of(one: Found) -> str:
 
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
+    times = f"up to {one.times:,}" if one.is_conditional else f"{one.times:,}"
     return (
-        one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, f"{one.times:,}", one.phase,
+        one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, times, one.phase,
         loops_of(one), "yes" if one.is_hidden else "no", short_source(one),
     )  # fmt: skip
 

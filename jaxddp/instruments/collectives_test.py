@@ -212,3 +212,24 @@ def test_options_of_a_jitted_function_reach_the_compiler_of_a_target():
     apart = collectives(jaxddp.jit(mapped, jaxddp.zero1(), platform="gpu"), x, target="h100:4")
     merged = collectives(mapped, x, target="h100:4")
     assert apart.pairs == [("all-reduce", 8), ("all-reduce", 24)] and merged.pairs == [("all-reduce", 32)]
+
+
+def test_a_collective_in_a_branch_is_marked_since_it_may_not_run():
+    """Statistics that are summed every tenth step, in a loop over three batches, and a sum that is always there."""
+
+    def step(xs, count):
+        def body(count, x):
+            x = jax.lax.cond(count % 10 == 0, lambda x: jax.lax.psum(x, "data"), lambda x: x, x)
+            return count + 1, x
+
+        return jax.lax.scan(body, count, xs)[1], jax.lax.psum(xs, "data")
+
+    over = mesh()
+    mapped = jax.shard_map(step, mesh=over, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    xs, count = shape(3, WIDTH), jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(over, P()))
+    found = collectives(mapped, xs, count)
+    assert sorted((one.num_bytes, one.times, one.is_conditional) for one in found.found) == [
+        (4 * WIDTH, 3, True), (3 * 4 * WIDTH, 1, False)
+    ]  # fmt: skip
+    printed = str(found).splitlines()
+    assert [line for line in printed if "up to 3" in line] and "Up to: in a branch" in printed[-1]

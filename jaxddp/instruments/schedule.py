@@ -45,6 +45,7 @@ class Collective:
         pairs: Who sends to whom in a permutation, or a send; empty for others.
         dtype: Of the buffer, in HLO's spelling; of several the first.
         source: ``file:line`` of the code that asked for it; empty if not printed.
+        is_conditional: Whether it is in a branch, which may not run.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Collective:
     pairs: tuple[tuple[int, int], ...] = ()
     dtype: str = ""
     source: str = ""
+    is_conditional: bool = False
 
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
@@ -308,7 +310,7 @@ class OperationReader:
             _kernel(inner, instruction),
             next((one.op_name for one in origins if one.op_name), ""), _pairs(inner),
             inner.arrays[0].dtype if inner.arrays else "",
-            next(filter(None, map(self.module.source, origins)), ""),
+            next(filter(None, map(self.module.source, origins)), ""), instruction.opcode == "conditional",
         )  # fmt: skip
 
     def _group(self, instruction: Instruction) -> tuple[int, ...]:
