@@ -37,6 +37,8 @@ from benchmarks.registry import BENCHMARKS
         ("collectives --model tiny", "--model"),
         ("memory --target h100:3", "batch_size (=32) must be divisible by the number of devices (=3)"),
         ("memory --strategies jit", "unknown strategy 'jit'"),
+        ("calibrate --strategies jit", "unknown strategy 'jit'"),
+        ("calibrate --target h100:2", "target (=h100:2) must have as many devices as there are ranks (=1)"),
         ("soak --ranks 1", "ranks (=1) must be at least 2"),
         ("soak --minutes 0", "positive"),
         ("soak --seed -1", "seed (=-1) must not be negative"),
