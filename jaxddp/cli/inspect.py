@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -26,8 +27,8 @@ def add_parser(commands: Any) -> None:
         "inspect",
         help="show what a step would do on GPUs or TPUs that are not here",
         description="Compile a training step (AdamW, float32 parameters) for accelerators that are not here, read the "
-        "compiled program back, simulate it on a network, and show how communication overlaps. Simulated times assume "
-        "published peak rates: compare them with each other, do not expect them.",
+        "compiled program back, simulate it on a network, and show how communication overlaps. Simulated times know "
+        "measured rates of products and memory, or with --peaks the published ones, but neither caches nor clocks.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -49,6 +50,8 @@ def add_parser(commands: Any) -> None:
         "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: a run folder of python -m benchmarks "
         "collectives, a JSON file, or 'measured', XLA's table of the chip (default: two assumed numbers)")  # fmt: skip
+    add("--peaks", action="store_true", help="simulate with the published peaks of products and memory (default: with "
+        "the rates that were measured, where they were)")  # fmt: skip
     add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
     add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
         "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
@@ -87,10 +90,13 @@ def run(arguments: argparse.Namespace) -> None:
     from .. import targets
     from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
     from ..planning.machine import network_of
+    from ..planning.products import as_measured
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 
     target = targets.target(arguments.target or "h100:8")
+    if not arguments.peaks:
+        target = replace(target, chip=as_measured(target.chip))
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}

@@ -28,6 +28,7 @@ def show(inspections: list[Inspection], model: str, folder: Path | None) -> None
     """Prints the table and the pictures' folder; ``model`` is a model's name or a dump's file."""
     first = inspections[0]
     print(paragraph(f"{model} on {first.title}"))
+    print(paragraph(first.rates))
     # Four significant figures for the longest step.
     digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
     print(f"\n{table(_HEADS, [_cells(each, digits) for each in inspections], left=('check',))}\n")
@@ -68,6 +69,7 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "network_gb_per_s": inspection.gb_per_s,
         "network": network_in_words(inspection.target, inspection.network),
         "latency_us": inspection.network.latency_us,
+        "rates": inspection.rates,
         "product_dtypes": inspection.product_dtypes,
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],

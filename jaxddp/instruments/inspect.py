@@ -1,7 +1,7 @@
 """Training steps compiled for machines that are not here, read back and simulated.
 
-Each strategy's schedule is simulated with the target's published peaks and a given network, and compared with its plan
-and with a bound that no schedule can beat.
+Each strategy's schedule is simulated with the chip's measured rates, or its published peaks, and a given network, and
+compared with its plan and with a bound that no schedule can beat.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of
+from ..planning.products import as_measured, rates_in_words
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -65,6 +66,11 @@ class Inspection:
         """Target and network in words."""
         products = " and ".join(self.product_dtypes) or "no products"
         return f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
+
+    @property
+    def rates(self) -> str:
+        """Where the rates of products and memory come from, in words."""
+        return rates_in_words(self.target.chip)
 
     @property
     def product_dtypes(self) -> dict[str, float]:
@@ -170,6 +176,7 @@ def inspect(
     target: str = "h100:8",
     bucket_mb: float | None = None,
     network: Network | None = None,
+    peaks: bool = False,
     replicas: int = 1,
     model_state: Any = None,
     **options: Any,
@@ -186,6 +193,7 @@ def inspect(
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         bucket_mb: Bucket cap in MiB of the strategies that take one.
         network: How fast ranks send; the published links of the target if None.
+        peaks: Whether to simulate with published peaks of products and memory, where measured rates are known.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
             many groups and summed across.
         model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
@@ -199,6 +207,8 @@ def inspect(
             ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = targets.target(target)
+    if not peaks:
+        machine = replace(machine, chip=as_measured(machine.chip))
     training = Training(loss_fn, optimizer, params, batch, options, model_state)
     network = network or network_of(machine)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies

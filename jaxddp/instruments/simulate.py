@@ -7,7 +7,8 @@ collective has ended. Collectives run one after the other. The simulation is det
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-A roofline ignores caches, occupancy and launch gaps: times assume the device's published peaks, so compare only ratios.
+Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
+their shapes and of memory, with a gap for each kernel. A roofline ignores caches and clocks.
 
 References:
     Williams et al., Roofline: an insightful visual performance model, CACM 2009.
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 
 from ..network import Network
 from ..planning.chips import Chip
+from ..planning.products import attention_rate, kernel_s, memory_rate, product_rate
 from .schedule import Collective, Operation, Schedule
 from .work import MatmulKind, Work
 
@@ -80,10 +82,10 @@ class Simulation:
 
 
 def device_seconds(work: Work, chip: Chip) -> float:
-    """Seconds of a device at its published peaks: for the FLOPs or for the bytes, whichever is longer."""
+    """Seconds at the chip's rates: for the FLOPs or for the bytes, whichever is longer, and for launches."""
     arithmetic = sum(flops / matmul_flops_per_s(kind, chip) for kind, flops in work.matmul_flops.items())
     vector = work.vector_flops / chip.flops_per_s["float32"] if "float32" in chip.flops_per_s else 0.0
-    return max(arithmetic + vector, work.num_bytes / chip.memory_bytes_per_s)
+    return max(arithmetic + vector, work.num_bytes / memory_rate(chip)) + work.num_kernels * kernel_s(chip)
 
 
 def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
@@ -98,7 +100,9 @@ def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
     """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
     dtype, count = product_dtype(kind, chip)
-    return chip.flops_per_s.get(dtype, min(chip.flops_per_s.values())) / count
+    if kind.is_attention:
+        return attention_rate(chip, dtype)
+    return product_rate(chip, dtype, kind.shape) / count  # type: ignore[arg-type]
 
 
 def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:

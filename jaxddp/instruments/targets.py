@@ -176,8 +176,12 @@ def check_installed(target: Target) -> None:
     """Checks that the compiler for a target is installed.
 
     Raises:
-        TargetError: If it is not, with the extra that installs it.
+        TargetError: If it is not, with the extra that installs it; or if the chip can only be planned for.
     """
+    if target.chip.name not in (*_GPUS, "v5p"):
+        raise TargetError(
+            f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
+        )
     if target.platform == "gpu":
         plugins = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
         missing = [] if plugins and _has_ptxas() else ["the CUDA compiler"]

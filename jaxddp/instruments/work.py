@@ -7,6 +7,8 @@
     fusion            FLOPs of its instructions; bytes of its inputs and outputs, since intermediates stay on chip
     loop              body and condition, times the trip count
     asynchronous      counted at the start; collectives count nothing
+    cuDNN attention   its products, by the shape of the scores
+    other calls       elements of the largest array, with a note
 
 Bytes count each array that an instruction reads or writes once, in full; a slice or gather counts only what it reads,
 an in-place update only what it writes. This is main-memory traffic with nothing cached between instructions; arrays
@@ -56,6 +58,7 @@ _CALLS_WITHOUT_WORK = frozenset(
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
 _MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
 _CONVOLUTION_CALLS = ("__cudnn$conv",)
+_ATTENTION_CALLS = ("__cudnn$fmha",)
 
 
 class MatmulKind(NamedTuple):
@@ -63,6 +66,8 @@ class MatmulKind(NamedTuple):
 
     dtype: str  # of the factors, in HLO's spelling
     precision: str  # "default", "high" or "highest"
+    shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions and fused attention
+    is_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,13 @@ class Work:
         matmul_flops: FLOPs of matrix products and convolutions, by kind.
         vector_flops: All other FLOPs.
         num_bytes: Bytes read and written.
+        num_kernels: Kernels launched.
     """
 
     matmul_flops: Mapping[MatmulKind, float] = field(default_factory=dict)
     vector_flops: float = 0.0
     num_bytes: float = 0.0
+    num_kernels: float = field(default=0.0, compare=False)
 
     @property
     def flops(self) -> float:
@@ -87,12 +94,15 @@ class Work:
     def __add__(self, other: Work) -> Work:
         matmul = Counter(dict(self.matmul_flops))
         matmul.update(other.matmul_flops)
-        return Work(dict(matmul), self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes)
+        return Work(
+            dict(matmul), self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes,
+            self.num_kernels + other.num_kernels,
+        )  # fmt: skip
 
     def times(self, count: float) -> Work:
         """Returns the work of ``count`` repetitions."""
         matmul = {kind: flops * count for kind, flops in self.matmul_flops.items()}
-        return Work(matmul, self.vector_flops * count, self.num_bytes * count)
+        return Work(matmul, self.vector_flops * count, self.num_bytes * count, self.num_kernels * count)
 
 
 class WorkCounter:
@@ -117,7 +127,7 @@ class WorkCounter:
         if opcode in ("call", "async"):
             return sum((self.total(inner) for inner in self._module.called(instruction)), Work())
         arithmetic = self.arithmetic(instruction, computation)
-        return Work(arithmetic.matmul_flops, arithmetic.vector_flops, self._bytes(instruction, computation))
+        return Work(arithmetic.matmul_flops, arithmetic.vector_flops, self._bytes(instruction, computation), 1.0)
 
     def total(self, computation: Computation) -> Work:
         """Counts a computation."""
@@ -139,7 +149,7 @@ class WorkCounter:
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
         if opcode == "dot":
-            return Work({_matmul_kind(instruction, computation): _matmul_flops(instruction, computation)})
+            return _matmul(instruction, computation)
         if opcode == "convolution":
             return Work({_matmul_kind(instruction, computation): _convolution_flops(instruction, computation)})
         if opcode == "custom-call":
@@ -169,12 +179,16 @@ class WorkCounter:
     def _custom_call(self, call: Instruction, computation: Computation) -> Work:
         target = call.attribute("custom_call_target").strip('"')
         if target.startswith(_MATMUL_CALLS):
-            return Work({_matmul_kind(call, computation): _matmul_flops(call, computation)})
+            return _matmul(call, computation)
+        if target.startswith(_ATTENTION_CALLS) and (flops := _attention_flops(call, computation)):
+            return Work({_matmul_kind(call, computation)._replace(is_attention=True): flops})
         if target.startswith(_CONVOLUTION_CALLS):
             return Work({_matmul_kind(call, computation): _convolution_flops(call, computation)})
-        if target not in _CALLS_WITHOUT_WORK:
-            self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
-        return Work()
+        if target in _CALLS_WITHOUT_WORK:
+            return Work()
+        self.note(f"custom call {target}: its FLOPs are unknown, one is counted for each element of its largest array")
+        arrays = [array for name in call.operands for array in computation[name].arrays]
+        return Work(vector_flops=float(max(array.num_elements for array in (*arrays, *call.arrays))))
 
     def _bytes(self, instruction: Instruction, computation: Computation) -> float:
         opcode = instruction.opcode
@@ -276,14 +290,37 @@ def _matmul_kind(instruction: Instruction, computation: Computation) -> MatmulKi
     return MatmulKind(_operand(instruction, 0, computation).dtype, precision)
 
 
-def _matmul_flops(product: Instruction, computation: Computation) -> float:
-    """FLOPs of a product; a library call contracts the last dim of the left factor unless it says otherwise."""
-    left = _operand(product, 0, computation)
-    dims = product.integers("lhs_contracting_dims")
+def _matmul(product: Instruction, computation: Computation) -> Work:
+    """A product; a library call contracts the last dim of the left factor unless it says otherwise."""
+    left, num_results = _operand(product, 0, computation), _result(product).num_elements
+    dims, batch_dims = product.integers("lhs_contracting_dims"), product.integers("lhs_batch_dims")
     if product.opcode != "dot":
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', product.attributes)
-        dims = tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else (len(left.dims) - 1,)
-    return 2.0 * _result(product).num_elements * math.prod(left.dims[dim] for dim in dims)
+        dims = _printed_dims("lhs_contracting_dimensions", product) or (len(left.dims) - 1,)
+        batch_dims = _printed_dims("lhs_batch_dimensions", product)
+    contracted, batch = (math.prod(left.dims[dim] for dim in each) for each in (dims, batch_dims))
+    rows = left.num_elements // max(1, batch * contracted)
+    shape = (batch, rows, num_results // max(1, batch * rows), contracted)
+    kind = _matmul_kind(product, computation)._replace(shape=shape)
+    return Work({kind: 2.0 * num_results * contracted})
+
+
+def _printed_dims(name: str, call: Instruction) -> tuple[int, ...]:
+    found = re.search(rf'"{name}":\[([^\]]*)\]', call.attributes)
+    return tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else ()
+
+
+def _attention_flops(call: Instruction, computation: Computation) -> float:
+    """FLOPs of cuDNN's attention: two products of the forward, five of the backward; half of each if it is causal.
+
+    The scores' shape is printed: batch, heads, queries and keys.
+    """
+    if len(scores := _printed_dims("dimensions", call)) != 4:
+        return 0.0
+    batch, heads, num_queries, num_keys = scores
+    width = _operand(call, 0, computation).num_elements / (batch * heads * num_queries)
+    products = 5 if "Backward" in call.attribute("custom_call_target") else 2
+    visible = 0.5 if "CAUSAL" in call.attributes else 1.0
+    return products * visible * 2.0 * batch * heads * num_queries * num_keys * width
 
 
 def _convolution_flops(convolution: Instruction, computation: Computation) -> float:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from jaxddp.instruments.hlo import parse_module
@@ -12,7 +14,12 @@ def count(*lines, others=""):
     module = parse_module(handmade(*lines, others=others))
     counter = WorkCounter(module)
     main = module.computations["main"]
-    return counter.of(next(reversed(main.values())), main), counter.notes
+    return without_shapes(counter.of(next(reversed(main.values())), main)), counter.notes
+
+
+def without_shapes(work):
+    kinds = [kind._replace(shape=()) for kind in work.matmul_flops]
+    return dataclasses.replace(work, matmul_flops=dict(zip(kinds, work.matmul_flops.values(), strict=True)))
 
 
 def work(*lines, others=""):
@@ -26,7 +33,7 @@ def total(text_or_compiled):
     counter = WorkCounter(module)
     counted = counter.total(module.computations[module.entry])
     assert counter.notes == []
-    return counted
+    return without_shapes(counted)
 
 
 def fused(*lines):
@@ -181,8 +188,8 @@ def test_memory_on_the_chip_of_a_tpu():
 def test_what_cannot_be_counted_is_said():
     counted, notes = count(p("f32[4]"), 'ROOT %y = f32[4] custom-call(%p0), custom_call_target="mine"')
     assert (counted, notes) == (
-        Work({}, 0, 32),
-        ["custom call mine: its FLOPs are unknown, only its bytes are counted"],
+        Work({}, 4, 32),
+        ["custom call mine: its FLOPs are unknown, one is counted for each element of its largest array"],
     )
     counted, notes = count(p("c64[4]"), "ROOT %y = c64[4] fft(%p0), fft_type=FFT, fft_length={4}")
     assert (counted, notes) == (Work({}, 0, 64), ["fft y: its FLOPs are not counted, only its bytes are"])
@@ -234,6 +241,32 @@ def test_matrix_products_of_libraries():
     assert work(*arrays, gemm) == Work({kind: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
     onednn = 'ROOT %y = bf16[4,6]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul"'
     assert work(p("bf16[4,8]"), p("bf16[8,6]", 1), onednn) == Work({BF16: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
+
+
+def test_products_have_their_shapes():
+    dot = (
+        "ROOT %y = f32[3,4,6]{2,1,0} dot(%p0, %p1), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, rhs_contracting_dims={1}"
+    )
+    module = parse_module(handmade(p("f32[3,4,5]"), p("f32[3,5,6]", 1), dot))
+    (kind,) = WorkCounter(module).total(module.computations["main"]).matmul_flops
+    assert kind == MatmulKind("f32", "default", (3, 4, 6, 5))
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "flops"),
+    [("Softmax", "NO_MASK", 4), ("Softmax", "CAUSAL", 2), ("SoftmaxBackward", "CAUSAL", 5)],
+)
+def test_cudnns_attention_is_counted_by_the_shape_of_its_scores(target, mask, flops):
+    """Two batches of 3 heads, 16 queries and 32 keys of width 8: products of 2 x 2 x 3 x 16 x 32 x 8 FLOPs."""
+    call = (
+        f'ROOT %y = (bf16[2,16,3,8], u8[0]{{0}}) custom-call(%p0, %p1, %p1), custom_call_target="__cudnn$fmha{target}",'
+        ' backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":'
+        f'["2","3","16","32"]}},"is_flash_attention":true,"mask_type":"{mask}"}}}}'
+    )
+    kind = BF16._replace(is_attention=True)
+    counted = work(p("bf16[2,16,3,8]"), p("bf16[2,32,3,8]", 1), call)
+    assert counted.matmul_flops == {kind: flops * 2 * 3 * 16 * 32 * 8} and counted.vector_flops == 0
 
 
 def test_convolutions():

@@ -1,7 +1,7 @@
 """Published peak numbers of accelerators, by name, and target specs.
 
 Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. For TPU v5p the vendor gives 4800 Gb/s per chip, all six links of the torus together.
+at 1000 W. For TPUs the vendor gives Gb/s per chip, all links of the torus together: 4800 for v5p.
 
 A target is a chip and a count, by hosts:
 
@@ -33,6 +33,7 @@ class Chip:
         host_link_gb_per_s: What a device can send to other hosts, GB/s: over its NIC, or the links of the torus.
         devices_per_host: Devices of a full host.
         source: URL of the numbers.
+        is_measured: Whether ``products.py`` has measured rates for it that count in place of its peaks.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Chip:
     host_link_gb_per_s: float
     devices_per_host: int
     source: str
+    is_measured: bool = False
 
     @property
     def pool_bytes(self) -> float:
@@ -63,10 +65,11 @@ def _gpu(
     gb: int,
     links: tuple[int, int],
     source: str,
+    devices_per_host: int = 8,
 ) -> Chip:
     return Chip(
         name, (kind,), description, "gpu", {dtype: float(round(1e12 * value)) for dtype, value in tera.items()}, "tf32",
-        round(tb_per_s * 1e12), gb * 10**9, *links, devices_per_host=8, source=source,
+        round(tb_per_s * 1e12), gb * 10**9, *links, devices_per_host=devices_per_host, source=source,
     )  # fmt: skip
 
 
@@ -81,6 +84,8 @@ def _tensor_cores(tf32: float, bfloat16: float, int8: float, float32: float, flo
 _HOPPER = _tensor_cores(494.7, 989.4, 1978.9, 66.9, 66.9)
 _AMPERE = _tensor_cores(156, 312, 624, 19.5, 19.5)
 del _AMPERE["float8"]
+_BLACKWELL_ULTRA = _tensor_cores(1250, 2500, 5000, 80, 1.3)
+del _BLACKWELL_ULTRA["int8"]
 _NVIDIA = "https://www.nvidia.com"
 
 CHIPS: dict[str, Chip] = {
@@ -102,9 +107,26 @@ CHIPS: dict[str, Chip] = {
             "b200", "NVIDIA B200", "NVIDIA B200 SXM 180 GB", _tensor_cores(1100, 2250, 4500, 80, 40), 8, 180, (900, 50),
             "https://resources.nvidia.com/en-us-blackwell-architecture",
         ),
+        _gpu(
+            "gb200", "NVIDIA GB200", "NVIDIA GB200, 72 of which share NVLink", _tensor_cores(1250, 2500, 5000, 80, 40),
+            8, 186, (900, 50), f"{_NVIDIA}/en-us/data-center/gb200-nvl72/", devices_per_host=72,
+        ),
+        _gpu(
+            "gb300", "NVIDIA GB300", "NVIDIA GB300, 72 of which share NVLink", _BLACKWELL_ULTRA,
+            8, 279, (900, 100), f"{_NVIDIA}/en-us/data-center/gb300-nvl72/", devices_per_host=72,
+        ),
         Chip(
             "v5p", ("TPU v5", "TPU v5p"), "Google Cloud TPU v5p", "tpu", {"bfloat16": 459e12}, "bfloat16", 2.765e12,
             95_000_000_000, 600, 600, devices_per_host=4, source="https://cloud.google.com/tpu/docs/v5p",
+        ),
+        Chip(
+            "v6e", ("TPU v6 lite", "TPU v6e"), "Google Cloud TPU v6e", "tpu", {"bfloat16": 918e12, "int8": 1836e12},
+            "bfloat16", 1.64e12, 32_000_000_000, 448, 448, devices_per_host=4,
+            source="https://cloud.google.com/tpu/docs/v6e",
+        ),
+        Chip(
+            "v7x", ("TPU7x",), "Google Cloud TPU v7x", "tpu", {"bfloat16": 2307e12, "float8": 4614e12}, "bfloat16",
+            7.38e12, 192_000_000_000, 1200, 1200, devices_per_host=4, source="https://cloud.google.com/tpu/docs/tpu7x",
         ),
     )
 }  # fmt: skip
@@ -128,9 +150,11 @@ def chip_of(device_kind: str) -> Chip:
 
 
 # Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
-_V5P_TOPOLOGIES = dict(zip(
+_IN_3D = dict(zip(
     (4, 8, 16, 32, 64, 128, 256, 512), "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split(), strict=True
 ))  # fmt: skip
+_IN_2D = dict(zip((4, 8, 16, 32, 64, 128, 256), "2x2 2x4 4x4 4x8 8x8 8x16 16x16".split(), strict=True))
+_TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
 
 
 @dataclass(frozen=True)
@@ -163,7 +187,7 @@ class Target:
     def topology(self) -> str:
         """The shape as the compiler names it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
         if self.platform == "tpu":
-            return _V5P_TOPOLOGIES[self.num_devices]
+            return _TOPOLOGIES[self.chip.name][self.num_devices]
         return f"1x{self.num_hosts}x{self.devices_per_host}"
 
 
@@ -188,8 +212,8 @@ def target(spec: str) -> Target:
     if chip.platform == "tpu":
         if hosts is not None:
             raise ValueError(f"target {spec!r} must give the chips of the slice alone, such as '{name}:8'")
-        if devices not in _V5P_TOPOLOGIES:
-            *others, last = map(str, _V5P_TOPOLOGIES)
+        if devices not in _TOPOLOGIES[name]:
+            *others, last = map(str, _TOPOLOGIES[name])
             raise ValueError(f"target {spec!r} makes no torus: {name} comes in {', '.join(others)} or {last} chips")
         return Target(chip, devices // whole, whole)
     if hosts is not None:

@@ -1,0 +1,127 @@
+"""Rates that devices reach, as measured, beside the published peaks of ``chips.py``.
+
+    matrix products   by dtype and shape from XLA's table of H100 and B200, interpolated in the logarithms of all sizes;
+                      beyond it the nearest sizes' rate, a batch of more than four counted as more rows; without a table
+                      the best rate measured over many shapes; without that the peak
+    memory            92 % of the peak: STREAM's triad gives 3.09 of an H100's 3.35 TB/s
+    kernels           1 us each, XLA's own estimate of a launch
+    fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
+
+A chip has these rates after ``as_measured``; until then its peaks.
+
+References:
+    OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
+    stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS.
+    Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .chips import Chip
+
+Shape = tuple[float, float, float, float]  # batch, rows, columns, contracted
+_FILE = Path(__file__).parent.with_name("measured_products.json")
+_SAME_DIE = {"h200": "h100", "gb200": "b200", "gb300": "b200"}
+_COLUMNS = {"tf32": 4, "bfloat16": 5, "float16": 5}
+_MEMORY_SHARE = 0.92
+_ATTENTION_SHARES = {"a100": 0.63}
+_LATER_ATTENTION_SHARE = 0.35
+KERNEL_S = 1e-6
+
+
+def as_measured(chip: Chip) -> Chip:
+    """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks.
+
+    Example:
+        >>> from .chips import CHIPS
+        >>> round(product_rate(as_measured(CHIPS["h100"]), "bfloat16", (1, 1024, 1024, 1024)) / 1e12)
+        253
+    """
+    return replace(chip, is_measured=chip.name in _measurements()["best"])
+
+
+def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float:
+    """FLOP/s of a matrix product; ``shape`` is its batch, rows, columns and contracted length, empty if unknown.
+
+    A dtype without a published peak counts as the slowest published one.
+    """
+    peak = chip.flops_per_s.get(dtype, min(chip.flops_per_s.values()))
+    if not chip.is_measured:
+        return peak
+    name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
+    if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
+        return 1e12 * _interpolated(_table(name, _COLUMNS[dtype]), shape)
+    return 1e12 * best["bfloat16" if dtype == "float16" else dtype] if dtype in best else peak
+
+
+def memory_rate(chip: Chip) -> float:
+    """Bytes per second that memory-bound kernels move."""
+    return chip.memory_bytes_per_s * (_MEMORY_SHARE if chip.is_measured else 1.0)
+
+
+def kernel_s(chip: Chip) -> float:
+    """Seconds between one kernel and the next."""
+    return KERNEL_S if chip.is_measured else 0.0
+
+
+def attention_rate(chip: Chip, dtype: str) -> float:
+    """FLOP/s of fused attention."""
+    share = _ATTENTION_SHARES.get(chip.name, _LATER_ATTENTION_SHARE) if chip.is_measured else 1.0
+    return share * chip.flops_per_s.get(dtype, min(chip.flops_per_s.values()))
+
+
+def rates_in_words(chip: Chip) -> str:
+    """Says which rates a chip has.
+
+    Example:
+        >>> from .chips import CHIPS
+        >>> rates_in_words(CHIPS["v5p"])
+        'rates, assumed: published peaks of products and memory'
+    """
+    if not chip.is_measured:
+        return "rates, assumed: published peaks of products and memory"
+    by_shape = _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"]
+    dtypes = [*_COLUMNS, "float8"] if by_shape else [*_measurements()["best"][chip.name]]
+    how = "by shape" if by_shape else "over many shapes"
+    return (
+        f"rates, measured: products in {', '.join(dtypes)} {how} (others at peak, assumed), memory at "
+        f"{_MEMORY_SHARE:.0%} of its peak, {KERNEL_S * 1e6:g} us a kernel"
+    )
+
+
+@functools.cache
+def _measurements() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_FILE.read_text())
+    return found
+
+
+@functools.cache
+def _table(name: str, column: int) -> dict[Shape, float]:
+    return {tuple(row[:4]): row[column] for row in _measurements()["tflops"][name]}
+
+
+def _interpolated(table: dict[Shape, float], shape: Shape) -> float:
+    sizes = [sorted({key[place] for key in table}) for place in range(4)]
+    batch, rows, columns, contracted = shape
+    more = max(1.0, batch / sizes[0][-1])
+    corners: list[list[tuple[float, float]]] = []  # of each size, the one or two measured ones beside it, with weights
+    for size, known in zip((batch / more, rows * more, columns, contracted), sizes, strict=True):
+        at = min(max(size, known[0]), known[-1])
+        above = next(each for each in known if each >= at)
+        below = max(each for each in known if each <= at)
+        weight = math.log(at / below) / math.log(above / below) if above > below else 0.0
+        corners.append([(below, 1 - weight), (above, weight)])
+    log_rate = 0.0
+    for each in itertools.product(*corners):
+        at_batch, at_rows, at_columns, at_contracted = (size for size, _ in each)
+        measured = table[at_batch, at_rows, at_columns, at_contracted]
+        log_rate += math.prod(weight for _, weight in each) * math.log(measured)
+    return math.exp(log_rate)
