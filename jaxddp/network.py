@@ -13,8 +13,16 @@ others, a permutation S either way, and the slower of the two counts.
 
 A measured network (``measured``, ``from_file``) has the times of collectives within a host by kind, ranks and bytes. A
 size between two measured ones is interpolated in the logarithms of both, as is a number of ranks; beyond the table the
-nearest row's rate is taken, and ``assumed`` says so. What was not measured, kinds and what hosts send to each other,
-follows from the two numbers.
+nearest row's rate is taken, and ``assumed`` says so. What was not measured follows from the two numbers.
+
+Over several hosts NCCL sends pieces through both levels at a time, so a measured network takes the longer of them, plus
+the latency between hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
+
+    all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
+    reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
+
+A fabric that was measured itself (``measured("h100:2x8", fabric="a3mega")``) has a table of such times in place of this
+formula; for other numbers of hosts they grow as the formula's bytes do.
 
 References:
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
@@ -36,6 +44,7 @@ from .arguments import check_integer, is_number
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
+DEFAULT_HOST_LATENCY_US = 50.0  # two hosts were measured to take from 22 to 123, by fabric
 
 # Bytes that a rank sends as a multiple of S, and whether that is scaled by (N-1)/N.
 _VOLUMES = {
@@ -83,6 +92,8 @@ class Network:
         host_gb_per_s: What a rank can send to other hosts; ``gb_per_s`` when None.
         devices_per_host: Ranks per host; all of them when None.
         curves: Measured times within a host; empty if the numbers above are all that is known.
+        host_latency_us: Microseconds that a call over several hosts adds to a measured curve.
+        fabric: Measured times over hosts, with the number of hosts in place of that of ranks.
         source: Where the curves come from, in words.
 
     Raises:
@@ -100,6 +111,8 @@ class Network:
     devices_per_host: int | None = None
     curves: Curves = field(default=(), repr=False)
     source: str = ""
+    host_latency_us: float = DEFAULT_HOST_LATENCY_US
+    fabric: Curves = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -157,8 +170,18 @@ class Network:
             return 0.0
         if not (curves := self._curves(kind)) or (local := self._ranks_of_a_host(group)) < 2:
             return self.latency_s(kind) + self.transfer_s(kind, num_bytes, group)
-        levels = _at_ranks(curves, local, num_bytes), self.seconds_between_hosts(kind, num_bytes, group)
-        return max(levels) if kind in _DIRECT else sum(levels)
+        within_s = _at_ranks(curves, local, num_bytes)
+        if kind in _DIRECT:
+            return max(within_s, self.seconds_between_hosts(kind, num_bytes, group))
+        if local == len(group):
+            return within_s
+        if table := self._over_hosts(kind):
+            (hosts, rows), *_ = table.items()
+            measured_group = range(hosts * (self.devices_per_host or 1))
+            share = _between_share(kind, local, group) / _between_share(kind, local, measured_group)
+            return _at_size(rows, num_bytes) * share
+        between_s = _between_share(kind, local, group) * num_bytes / ((self.host_gb_per_s or self.gb_per_s) * GB)
+        return max(within_s, between_s) + self.host_latency_us * 1e-6
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
@@ -167,13 +190,29 @@ class Network:
         if not (curves := self._curves(kind)):
             return f"{kind} was not measured: {self.gb_per_s:.0f} GB/s and {self.latency_us:.0f} us are assumed"
         if (local := self._ranks_of_a_host(group)) < len(group):
-            return f"{kind} between hosts was not measured: {self.host_gb_per_s or self.gb_per_s:g} GB/s are assumed"
+            return self._assumed_between_hosts(kind, num_bytes, len(group) / local)
         if local not in curves:
             return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
         sizes = [size for size, _ in curves[local]]
         if not sizes[0] <= num_bytes <= sizes[-1]:
             return f"{kind} was measured from {sizes[0]:,.0f} to {sizes[-1]:,.0f} bytes: others are extrapolated"
         return ""
+
+    def _assumed_between_hosts(self, kind: str, num_bytes: float, num_hosts: float) -> str:
+        if not (table := self._over_hosts(kind)):
+            speed = f"{self.host_gb_per_s or self.gb_per_s:g} GB/s and {self.host_latency_us:g} us"
+            return f"{kind} between hosts was not measured: {speed} are assumed"
+        (hosts, rows), *_ = table.items()
+        if num_hosts != hosts:
+            return f"{kind} was measured over {hosts} hosts, not over {num_hosts:g}"
+        if not rows[0][0] <= num_bytes <= rows[-1][0]:
+            return f"{kind} over hosts was measured from {rows[0][0]:,.0f} to {rows[-1][0]:,.0f} bytes"
+        return "" if kind in {name for name, *_ in self.fabric} else f"{kind} over hosts is taken as an all-gather"
+
+    def _over_hosts(self, kind: str) -> dict[int, tuple[tuple[float, float], ...]]:
+        """The fabric's table of a kind by the number of hosts; a reduce-scatter without one has an all-gather's."""
+        found = {hosts: rows for name, hosts, rows in self.fabric if name == kind}
+        return found if found or kind != "reduce-scatter" else self._over_hosts("all-gather")
 
     def _curves(self, kind: str) -> dict[int, tuple[tuple[float, float], ...]]:
         same = {"ragged-all-to-all": "all-to-all"}.get(kind, kind)
@@ -184,13 +223,20 @@ class Network:
         return max(Counter(device // per_host for device in group).values())
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None) -> Network:
+def _between_share(kind: str, local: int, group: Sequence[int]) -> float:
+    """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
+    hosts = len(group) / local
+    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (len(group) - 1) / len(group)) / local
+
+
+def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "") -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
-    ``host_gb_per_s`` is what a rank sends to other hosts, for ``"h100:4x8"``; that was not measured.
+    Between hosts, as in ``"h100:4x8"``, ``host_gb_per_s`` is what a rank sends; or ``fabric`` names what was measured:
+    ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
 
     Raises:
-        ValueError: If nothing was measured for the chip.
+        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
 
     Example:
         >>> round(measured("h100:8").seconds("all-reduce", 2**20, range(8)) * 1e6, 1)
@@ -203,9 +249,19 @@ def measured(spec: str, *, host_gb_per_s: float | None = None) -> Network:
     found = json.loads(_MEASURED.read_text())
     if (chip := _AS_MEASURED.get(name, name)) not in found["us"]:
         raise ValueError(f"chip (={name!r}) must be one whose collectives were measured: {', '.join(found['us'])}")
+    network = _of_rows(_rows_of_table(found["us"][chip]), f"XLA's own table of one host with {chip.upper()}")
+    if fabric:
+        table = found["fabrics"].get(fabric)
+        if table is None or (chip, int(devices)) != (table["chip"], table["devices_per_host"]):
+            known = ", ".join(
+                f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in found["fabrics"].items()
+            )
+            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: {known}")
+        between = _of_rows(_rows_of_table(table["us"]), fabric)
+        network = replace(network, fabric=between.curves, source=f"{network.source}, over hosts {table['source']}")
+        host_gb_per_s = host_gb_per_s or table["gb_per_s"]
     if hosts not in (None, "1") and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
-    network = _of_rows(_rows_of_table(found["us"][chip]), f"XLA's own table of one host with {chip.upper()}")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=int(devices))
 
 

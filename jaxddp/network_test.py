@@ -122,16 +122,29 @@ def test_what_is_assumed_is_said(file):
         assert said in network.assumed(kind, num_bytes, range(ranks))
 
 
-def test_hosts_add_what_they_send_to_each_other():
-    network, alone = measured("h100:2x8", host_gb_per_s=50), measured("h100:8")
+def test_hosts_send_to_each_other_while_their_ranks_do():
+    network, alone = measured("h100:4x8", host_gb_per_s=25), measured("h100:8")
     assert network.seconds("all-reduce", MIB, range(8)) == alone.seconds("all-reduce", MIB, range(8))
-    between_s = MIB / 8 / 50e9
-    assert network.seconds("all-reduce", MIB, range(16)) == pytest.approx(
-        alone.seconds("all-reduce", MIB, range(8)) + between_s
-    )
-    assert "between hosts was not measured: 50 GB/s" in network.assumed("all-reduce", MIB, range(16))
-    one_each = network.seconds("all-reduce", MIB, (0, 8))
-    assert one_each == network.latency_us * 1e-6 + MIB / 50e9
+    floor_s, within_s = network.host_latency_us * 1e-6, alone.seconds("all-reduce", MIB, range(8))
+    assert network.seconds("all-reduce", MIB, range(32)) == pytest.approx(within_s + floor_s)  # 8 us between hosts
+    large = 2**30
+    assert network.seconds("all-reduce", large, range(32)) == pytest.approx(2 * 3 / 4 * large / 8 / 25e9 + floor_s)
+    assert network.seconds("all-gather", large, range(32)) == pytest.approx(31 / 32 * large / 8 / 25e9 + floor_s)
+    assert "between hosts was not measured: 25 GB/s and 50 us" in network.assumed("all-reduce", MIB, range(32))
+    assert network.seconds("all-reduce", MIB, (0, 8)) == network.latency_us * 1e-6 + MIB / 25e9
+
+
+def test_a_measured_fabric_has_its_table_and_grows_with_its_hosts():
+    two, eight = (measured(f"h100:{hosts}x8", fabric="a3mega") for hosts in (2, 8))
+    assert two.seconds("all-reduce", 2**30, range(16)) == pytest.approx(6759e-6)
+    assert two.assumed("all-reduce", 2**30, range(16)) == "" != two.assumed("reduce-scatter", 2**30, range(16))
+    assert two.seconds("reduce-scatter", 2**30, range(16)) == two.seconds("all-gather", 2**30, range(16))
+    assert eight.seconds("all-reduce", 2**30, range(64)) == pytest.approx(6759e-6 * (7 / 8) / (1 / 2))
+    assert "was measured over 2 hosts, not over 8" in eight.assumed("all-reduce", 2**30, range(64))
+    with pytest.raises(
+        ValueError, match=r"^fabric \(='a3mega'\) must be one that was measured with 'h100:2x4': a3mega"
+    ):
+        measured("h100:2x4", fabric="a3mega")
 
 
 @pytest.mark.parametrize("chip", ["h100", "b200", "gb200", "gb300"])

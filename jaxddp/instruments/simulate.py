@@ -28,8 +28,7 @@ has two levels, o being the latency of one call:
 Whatever the algorithm, each host must send 2 (H-1)/H S bytes, which its n ranks share, and that needs the sum over the
 host first: the first half of the first term, whose second half spreads the result. ZeRO's halves, and its sums over
 replicas, send the same. The levels of one collective follow each other, and collectives queue on one stream, so the
-terms add up, in the bound as in the simulation. NCCL sends pieces through both levels at a time, and may come down to
-the longer term; neither side counts on that, so that their ratio judges the schedule alone.
+terms add up, in the bound as in the simulation. A measured network overlaps the levels of one collective, for both.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     loop              body and condition, times the trip count
     asynchronous      counted at the start; collectives count nothing
     cuDNN attention   its products, by the shape of the scores
-    other calls       elements of the largest array, with a note
+    other calls       bytes alone, with a note
 
 Bytes count each array that an instruction reads or writes once, in full; a slice or gather counts only what it reads,
 an in-place update only what it writes. This is main-memory traffic with nothing cached between instructions; arrays
@@ -184,11 +184,9 @@ class WorkCounter:
             return Work({_matmul_kind(call, computation)._replace(is_attention=True): flops})
         if target.startswith(_CONVOLUTION_CALLS):
             return Work({_matmul_kind(call, computation): _convolution_flops(call, computation)})
-        if target in _CALLS_WITHOUT_WORK:
-            return Work()
-        self.note(f"custom call {target}: its FLOPs are unknown, one is counted for each element of its largest array")
-        arrays = [array for name in call.operands for array in computation[name].arrays]
-        return Work(vector_flops=float(max(array.num_elements for array in (*arrays, *call.arrays))))
+        if target not in _CALLS_WITHOUT_WORK:
+            self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
+        return Work()
 
     def _bytes(self, instruction: Instruction, computation: Computation) -> float:
         opcode = instruction.opcode

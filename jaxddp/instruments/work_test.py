@@ -188,8 +188,8 @@ def test_memory_on_the_chip_of_a_tpu():
 def test_what_cannot_be_counted_is_said():
     counted, notes = count(p("f32[4]"), 'ROOT %y = f32[4] custom-call(%p0), custom_call_target="mine"')
     assert (counted, notes) == (
-        Work({}, 4, 32),
-        ["custom call mine: its FLOPs are unknown, one is counted for each element of its largest array"],
+        Work({}, 0, 32),
+        ["custom call mine: its FLOPs are unknown, only its bytes are counted"],
     )
     counted, notes = count(p("c64[4]"), "ROOT %y = c64[4] fft(%p0), fft_type=FFT, fft_length={4}")
     assert (counted, notes) == (Work({}, 0, 64), ["fft y: its FLOPs are not counted, only its bytes are"])

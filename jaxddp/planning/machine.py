@@ -40,7 +40,8 @@ def network_of(
         gb_per_s: What a device sends within its host, or over all links of its torus.
         host_gb_per_s: What it sends to other hosts; unused on one host.
         latency_us: Microseconds per all-reduce call; 15 if None.
-        file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own.
+        file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own,
+            or ``"measured:a3mega"`` with those of that fabric between hosts.
 
     Raises:
         ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
@@ -53,8 +54,11 @@ def network_of(
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
     if gb_per_s is not None:
         raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
-    found = measured(target.spec, host_gb_per_s=between) if file == "measured" else from_file(file)
-    return replace(found, host_gb_per_s=between, devices_per_host=per_host)
+    name, _, fabric = file.partition(":")
+    if name == "measured":
+        found = measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
+        return replace(found, devices_per_host=per_host)
+    return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:

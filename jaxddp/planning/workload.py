@@ -9,13 +9,23 @@ F, so each rank ends with its part of the sum over F: one all-reduce of D elemen
 needs the input of each matrix, D and F elements per token, and if gated also the two factors, 2 F more. Every
 tensor-parallel rank holds D in full; F is split.
 
-The transformer is that of ``jaxddp.models``: attention adds four D x D matrices, two products of 2 T D FLOPs with a
-context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the inputs
-of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads), the
-attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
+The transformer by default is that of ``jaxddp.models``: attention adds four D x D matrices, two products of 2 T D FLOPs
+with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
+inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
+the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
 logits. The vocabulary is split as F is; the reductions that this needs are neglected. For seed_xl on 8 H100s in float32
 this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has temporaries of 2.49 and 9.85 GB, in
 which gradients reuse the memory of activations no longer needed.
+
+Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
+in the backward: 5 products there. Checkpointing computes activations again in the backward:
+
+    none        nothing                                       keeps all of the above
+    selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
+    full        the whole block                               keeps the block's input
+
+Memory-bound kernels read and write, in a fused forward, 13 D + 3 F elements per token and block, and 4 H T for weights
+that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 5 F and 12 H T.
 
 References:
     Stanford CS336 (2025), assignment 2, communication_accounting.
@@ -27,8 +37,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+ATTENTIONS = ("full", "flash")
+CHECKPOINTING = ("none", "selective", "full")
+_RECOMPUTED = dict(zip(CHECKPOINTING, (0.0, 0.5, 1.0), strict=True))
+
+
+class Attention(NamedTuple):
+    """The attention of all blocks: ``flops_per_token`` of a forward, over ``context`` tokens."""
+
+    num_layers: int
+    num_heads: int
+    width: int
+    context: int
+    is_flash: bool
+    flops_per_token: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +69,10 @@ class Workload:
         summed_per_token: Elements that tensor parallelism all-reduces in the forward.
         kept_per_token: Elements kept for the backward in full on every tensor-parallel rank.
         kept_cut_per_token: Elements kept for the backward that are split over tensor-parallel ranks.
+        products: How many matrices of inputs x outputs each token is multiplied with.
+        moved_per_token: Elements that memory-bound kernels of a fused forward read and write.
+        moved_unfused_per_token: The same without fusion.
+        recomputed: Share of the forward's products that the backward computes again.
     """
 
     tensors: Shapes
@@ -50,6 +81,11 @@ class Workload:
     summed_per_token: int
     kept_per_token: int
     kept_cut_per_token: int
+    products: tuple[tuple[int, int, int], ...] = ()
+    attention: Attention | None = None
+    moved_per_token: int = 0
+    moved_unfused_per_token: int = 0
+    recomputed: float = 0.0
 
     @cached_property
     def tensor_elements(self) -> tuple[int, ...]:
@@ -86,35 +122,95 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
         summed_per_token=width * num_blocks,
         kept_per_token=width * num_blocks,
         kept_cut_per_token=(hidden if num_matrices == 2 else 3 * hidden) * num_blocks,
+        products=((num_blocks * (num_matrices - 1), width, hidden), (num_blocks, hidden, width)),
     )
 
 
-def transformer(vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int) -> Workload:
-    """Counts the decoder-only transformer of ``jaxddp.models``.
+def transformer(
+    vocab: int,
+    context: int,
+    width: int,
+    num_layers: int,
+    num_heads: int,
+    hidden: int,
+    *,
+    attention: str = "full",
+    checkpointing: str = "none",
+    kv_heads: int | None = None,
+    num_matrices: int = 3,
+    is_tied: bool = False,
+    is_causal: bool = True,
+) -> Workload:
+    """Counts the decoder-only transformer of ``jaxddp.models``, or one that differs from it as the keywords say.
 
-    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``.
+    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``. Biases and
+    learned positions are neglected.
+
+    Args:
+        vocab: V.
+        context: T.
+        width: D.
+        num_layers: L.
+        num_heads: H.
+        hidden: F.
+        attention: One of ``ATTENTIONS``.
+        checkpointing: One of ``CHECKPOINTING``.
+        kv_heads: Heads of key and value; as many as there are if None.
+        num_matrices: Of a feed-forward: 3 if it is gated, else 2.
+        is_tied: Whether the head is the embedding.
+        is_causal: Whether a token attends to those before it alone.
+
+    Raises:
+        ValueError: If attention or checkpointing is none of these.
 
     Example:
         >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
         >>> xl.num_params, len(xl.tensors)
         (171098880, 147)
     """
-    mlp = feed_forward(width, hidden, num_layers, num_matrices=3)
-    square = (width, width)
+    for name, value, known in (
+        ("attention", attention, ATTENTIONS), ("checkpointing", checkpointing, CHECKPOINTING)
+    ):  # fmt: skip
+        if value not in known:
+            raise ValueError(f"{name} (={value!r}) must be one of {', '.join(known)}")
+    mlp = feed_forward(width, hidden, num_layers, num_matrices)
+    narrow = width // num_heads * (kv_heads or num_heads)
     block = (
         ("attention_norm", (width,)),
-        *((f"attention.{name}", square) for name in ("query", "key", "value", "output")),
+        ("attention.query", (width, width)),
+        ("attention.key", (width, narrow)),
+        ("attention.value", (width, narrow)),
+        ("attention.output", (width, width)),
         ("mlp_norm", (width,)),
-        *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:3]),
+        *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:num_matrices]),
     )
-    last = (("norm", (width,)), ("head", (width, vocab)))
+    last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"layers.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    attention_flops = num_layers * (8 * width**2 + 4 * context * width)
+    is_flash = attention == "flash"
+    scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
+    kept, kept_cut = _kept_of_a_block(width, narrow, hidden, num_matrices, checkpointing)
+    weights = 0 if is_flash else num_heads * context
+    products = (
+        (2 * num_layers, width, width), (2 * num_layers, width, narrow), *mlp.products, (1, width, vocab)
+    )  # fmt: skip
     return Workload(
         tensors=(("embedding", (vocab, width)), *blocks, *last),
         unit_tensors=(1, *(len(block),) * num_layers, len(last)),
-        flops_per_token=mlp.flops_per_token + attention_flops + 2 * vocab * width,
+        flops_per_token=sum(2 * count * rows * columns for count, rows, columns in products) + scores_flops,
         summed_per_token=mlp.summed_per_token + num_layers * width,
-        kept_per_token=mlp.kept_per_token + 3 * num_layers * width + 2 * width,
-        kept_cut_per_token=mlp.kept_cut_per_token + num_layers * (4 * width + num_heads * context) + vocab,
+        kept_per_token=num_layers * kept + 2 * width,
+        kept_cut_per_token=num_layers * (kept_cut + (weights if checkpointing == "none" else 0)) + vocab,
+        products=products,
+        attention=Attention(num_layers, num_heads, width, context, is_flash, scores_flops),
+        moved_per_token=num_layers * (13 * width + num_matrices * hidden + 4 * weights),
+        moved_unfused_per_token=num_layers * (36 * width + (2 * num_matrices - 1) * hidden + 12 * weights),
+        recomputed=_RECOMPUTED[checkpointing],
     )
+
+
+def _kept_of_a_block(width: int, narrow: int, hidden: int, num_matrices: int, checkpointing: str) -> tuple[int, int]:
+    """Elements per token that a block keeps in full on every tensor-parallel rank, and those that are split."""
+    if checkpointing == "full":
+        return width, 0
+    split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)
+    return (width, split // 2 + width) if checkpointing == "selective" else (4 * width, split)
