@@ -4,6 +4,7 @@ To add a strategy, write one file in either folder with a class under ``@strateg
 the benchmarks find it here.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,28 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     strategy: Any = STRATEGIES[name]
     return strategy(module, **options)
+
+
+def make_training(
+    name: str, module: nn.Module, optimizer_cls: Callable[..., Any], options: Mapping[str, Any], **settings: Any
+) -> tuple[DataParallel, Any]:
+    """Wraps a module, and makes its optimizer; gives the wrapper, and what takes its steps.
+
+    Args:
+        name: Of the strategy.
+        module: What to train.
+        optimizer_cls: The wrapper takes the steps if its strategy shards the optimizer.
+        options: The strategy's.
+        **settings: The optimizer's.
+
+    Raises:
+        ValueError: As ``make_strategy``.
+    """
+    if name in STRATEGIES and STRATEGIES[name].owns_optimizer:
+        net = make_strategy(name, module, optimizer_cls=optimizer_cls, **options, **settings)
+        return net, net
+    net = make_strategy(name, module, **options)
+    return net, optimizer_cls(net.parameters(), **settings)
 
 
 discover(STRATEGIES, ddp, zero)

@@ -72,7 +72,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("start", "num_ranks", "num_busy", "how"),
     [
-        pytest.param("run(3, 2)", 3, 2, signal.SIGKILL, id="killed"),
+        pytest.param("run(2, 2)", 2, 2, signal.SIGKILL, id="killed"),
         pytest.param("run(2, 1)", 2, 1, signal.SIGINT, id="interrupted", marks=pytest.mark.full),
         # The parent ends by itself, with a pool left open.
         pytest.param("run(1, 0)", 1, 0, None, id="left open", marks=pytest.mark.full),

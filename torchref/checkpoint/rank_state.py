@@ -26,7 +26,6 @@ from ..communication.sharding import Cut
 from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer
-from ..zero.optimizers import rank_marks
 
 _DECIDE_STATE = ("amsgrad", "momentum", "centered")
 """Options without which an optimizer keeps less."""
@@ -58,7 +57,7 @@ class RankState(NamedTuple):
                 parameters than the module's, or keeps what is neither tensor nor number.
         """
         net: Any = trainer.net
-        optimizer: Any = net.optimizer if getattr(net, "owns_optimizer", False) else trainer.optimizer
+        optimizer: Any = trainer.optimizer.optimizer if trainer.optimizer is net else trainer.optimizer
         is_split = isinstance(optimizer, ShardedOptimizer) or type(optimizer).__name__ == "ZeroRedundancyOptimizer"
         if not isinstance(optimizer, torch.optim.Optimizer) or is_split:
             raise ValueError(f"optimizer (={type(optimizer).__name__}) must be torch's, or that of zero1 or zero2")
@@ -165,9 +164,7 @@ class RankState(NamedTuple):
                     is_cut = name in self.cuts and key in about["elementwise"]
                     value = (self.cuts[name].local_shard(value, rank()) if is_cut else value).clone()  # noqa: PLW2901
                 state.setdefault(numbers[id(self.updated[name])], {})[key] = value
-        net: Any = self.net
-        marks = rank_marks(net.process_group) if getattr(net, "owns_optimizer", False) else {}
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state} | marks)
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
         for number, one in enumerate(params):
             for key, value in state.get(number, {}).items():
                 loaded = self.optimizer.state[one][key]

@@ -40,7 +40,7 @@ from ..communication.collectives import Issued, record
 from ..interop import from_numpy
 from ..launch import init_from_env
 from ..models import build, loss_fn
-from ..registry import STRATEGIES, make_strategy
+from ..registry import STRATEGIES, make_training
 from ..replicas import check_replicas
 from ..strategy import DataParallel, planned_collectives
 from ..train import Optimizer, Trainer, local_rows
@@ -177,14 +177,10 @@ def is_signalled(signals: Sequence[int]) -> bool:
 
 def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
     """The module under its strategy, and what takes its steps."""
-    arguments, settings = strategy_arguments(options), {"lr": options.learning_rate}
+    settings = {"lr": options.learning_rate}
     optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
     settings |= {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
-    if STRATEGIES[options.strategy].owns_optimizer:
-        net: Any = make_strategy(options.strategy, module, optimizer_cls=optimizer_cls, **arguments, **settings)
-        return net, net
-    net = make_strategy(options.strategy, module, **arguments)
-    return net, optimizer_cls(net.parameters(), **settings)
+    return make_training(options.strategy, module, optimizer_cls, strategy_arguments(options), **settings)
 
 
 def strategy_arguments(options: TrainOptions) -> dict[str, Any]:

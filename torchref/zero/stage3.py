@@ -38,9 +38,9 @@ from ..communication.sharding import Cut, cut, num_bytes, unpack_row
 from ..gradients import PartialGradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
+from .layers import Unit
 from .optimizers import check_elementwise
 from .shards import Shard, make_shard
-from .units import Unit
 
 
 @register("zero3")
