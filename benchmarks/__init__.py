@@ -3,7 +3,7 @@
 benchmark.py, registry.py        a benchmark is one value; the runner; their names
 render.py                        tables for the console, table.md and the page; figures
 ranks.py, lab.py                 how ranks run; a slow network on one machine
-timing.py                        interleaved rounds, ratios with 95 % intervals, steal time
+timing.py                        interleaved rounds, ratios with 95 % intervals
 training/                        a training run under several strategies, measured in both frameworks
 strategies.py gates.py buckets.py scaling.py memory.py   the benchmarks that train
 calibrate.py                     the step that inspect predicts beside the step that runs

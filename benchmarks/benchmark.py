@@ -31,7 +31,6 @@ from jaxddp.environment import facts
 from torchref.launch import RankError
 
 from .render import Column, Row, is_bad, write
-from .timing import steal_share, ticks
 
 METRICS = "metrics.jsonl"
 NOT_RUN, FAILED, WRONG = "not run: ", "FAILED: ", "WRONG: "
@@ -105,10 +104,9 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
                 lines.write(json.dumps(rows[-1]) + "\n")
 
     for case in benchmark.cases(options):
-        since = ticks()
         try:
             for row in benchmark.measure(case._replace(folder=folder), say):
-                keep({"stolen_share": steal_share(since)} | dict(row), case.name)
+                keep(row, case.name)
         except NotRun as reason:
             keep({"check": f"{NOT_RUN}{reason}"}, case.name)
         except (RankError, ValueError, OSError) as error:
@@ -117,8 +115,6 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
             keep({"check": f"{FAILED}{_keep_error(folder, case.name, error)}"}, case.name)
         if rows and rows[-1]["check"].startswith((NOT_RUN, FAILED)):
             say(f"{case.name}: {rows[-1]['check']}")
-        if (share := steal_share(since)) > 0.05:
-            say(f"{case.name}: {share:.0%} of the processors' time went to other virtual machines; times are longer")
     for row in list(benchmark.check(rows)):
         keep(row, "comparison")
     if folder is not None:

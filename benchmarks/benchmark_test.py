@@ -51,7 +51,6 @@ def test_rows_are_written_with_all_fields_as_soon_as_they_are_there(tmp_path):
     for row in rows:
         assert set(FIELDS) <= row.keys()
         assert row["commit"] is not None and row["command"].startswith("python -m benchmarks") and row["link_mbit"] == 5
-    assert rows[0]["stolen_share"] >= 0
 
 
 def test_a_case_that_fails_is_a_row_and_its_error_a_file(tmp_path):

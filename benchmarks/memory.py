@@ -153,16 +153,11 @@ def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
 
     import torchref
     from torchref.models import build, loss_fn
+    from torchref.registry import make_training
 
     before = torch.cuda.memory_allocated()
     module = build(setup.model).cuda()
-    adamw: dict[str, Any] = {"lr": 1e-3}
-    if torchref.STRATEGIES[setup.strategy].owns_optimizer:
-        net: Any = torchref.make_strategy(setup.strategy, module, optimizer_cls=torch.optim.AdamW, **adamw)
-        optimizer: Any = net
-    else:
-        net = torchref.make_strategy(setup.strategy, module)
-        optimizer = torch.optim.AdamW(net.module.parameters(), **adamw)
+    net, optimizer = make_training(setup.strategy, module, torch.optim.AdamW, {}, lr=1e-3)
     trainer, made = torchref.Trainer(loss_fn, optimizer, net), torch.cuda.memory_allocated()
     shape = setup.batch_size // setup.num_ranks, SIZES[setup.model].context
     tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")

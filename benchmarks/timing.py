@@ -1,4 +1,4 @@
-"""Interleaved rounds, ratios of times with 95 % intervals, and steal time.
+"""Interleaved rounds, and ratios of times with 95 % intervals.
 
 On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so what is compared takes turns, and a single
 ratio proves nothing. The ratio of two things that were timed in the same rounds is the median of the rounds' ratios:
@@ -15,7 +15,6 @@ what slows both for some rounds cancels. Otherwise it is that of the two medians
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +23,6 @@ from jaxddp.training.clock import stopwatch
 
 NUM_RESAMPLES = 4000
 WIDEST = 0.2  # of the limit: with a wider interval anything would pass
-_STAT = Path("/proc/stat")
 _T = TypeVar("_T")
 
 
@@ -130,25 +128,3 @@ def interleave(
                 seconds[label].append(found[1])
         on_round(index + 1)
     return results, seconds
-
-
-class Ticks(NamedTuple):
-    """Processor time since the machine started: ticks that a virtual machine's host gave to others, and all ticks."""
-
-    steal: int
-    total: int
-
-
-def ticks() -> Ticks:
-    """Reads the counters; 0 where the system has none."""
-    if not _STAT.exists():
-        return Ticks(0, 0)
-    # user, nice, system, idle, iowait, irq, softirq, steal; the guests' times that follow are part of user.
-    counted = [int(one) for one in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
-    return Ticks(counted[7], sum(counted))
-
-
-def steal_share(since: Ticks) -> float:
-    """The share of processor time stolen since an earlier reading; it lengthens times."""
-    now = ticks()
-    return (now.steal - since.steal) / max(1, now.total - since.total)

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import timing
-from benchmarks.timing import Attempts, Ratio, Ticks, compare, interleave
+from benchmarks.timing import Attempts, Ratio, compare, interleave
 
 
 def alone(said):
@@ -73,12 +72,3 @@ def test_what_slows_both_for_some_rounds_cancels_only_where_they_took_turns():
 )
 def test_a_gate_holds_by_its_interval(found, verdict):
     assert found.verdict(1.05) == verdict
-
-
-def test_steal_time_is_a_share_of_all(tmp_path, monkeypatch):
-    (path := tmp_path / "stat").write_text("cpu  10 0 10 70 0 0 0 10 5 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-    monkeypatch.setattr(timing, "_STAT", path)
-    assert timing.ticks() == Ticks(10, 100)
-    assert timing.steal_share(Ticks(5, 80)) == 0.25
-    monkeypatch.setattr(timing, "_STAT", tmp_path / "none")
-    assert timing.ticks() == Ticks(0, 0)

@@ -31,6 +31,7 @@ import torchref
 from torchref.communication.collectives import record, silent
 from torchref.interop import from_numpy
 from torchref.models import build, loss_fn
+from torchref.registry import make_training
 from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
@@ -82,13 +83,13 @@ class TorchSide:
         if spec.name in PEERS[FRAMEWORK]:
             return PeerRun(self, spec, module, sends=sends)
         options: dict[str, Any] = {} if spec.bucket_mb is None else {"bucket_mb": spec.bucket_mb}
-        if torchref.STRATEGIES[spec.name].owns_optimizer:
-            options |= {"optimizer_cls": torch.optim.AdamW, **adamw(self.setup)}
-        return TorchRun(self, torchref.make_strategy(spec.name, module, **options), self.rows, sends=sends)
+        net, optimizer = make_training(spec.name, module, torch.optim.AdamW, options, **adamw(self.setup))
+        return TorchRun(self, net, optimizer, self.rows, sends=sends)
 
     def reference(self) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
         """Trains on this rank alone: the metrics of every round, and the weights after the last."""
-        run = TorchRun(self, copy.deepcopy(self.module), self.batches)
+        module = copy.deepcopy(self.module)
+        run = TorchRun(self, module, torch.optim.AdamW(module.parameters(), **adamw(self.setup)), self.batches)
         return [run.step(index) for index in range(len(self.batches))], run.weights()
 
     def probes(self) -> dict[str, Callable[[int], None]]:
@@ -137,7 +138,9 @@ class TorchRun:
     found: list[tuple[str, int]] | None = None
     program = None
 
-    def __init__(self, side: TorchSide, net: nn.Module, batches: Sequence[TorchBatch], *, sends: bool = True) -> None:
+    def __init__(
+        self, side: TorchSide, net: nn.Module, optimizer: Any, batches: Sequence[TorchBatch], *, sends: bool = True
+    ) -> None:
         """Starts the run of a module, or of a strategy around it."""
         self._side, self._net, self._batches, self._sends = side, net, batches, sends
         parallel = net if isinstance(net, torchref.DataParallel) else None
@@ -148,8 +151,6 @@ class TorchRun:
         ]
         self._parallel = parallel
         self._module = parallel.module if parallel else net
-        owns_optimizer = parallel is not None and parallel.owns_optimizer
-        optimizer: Any = net if owns_optimizer else torch.optim.AdamW(self._module.parameters(), **adamw(side.setup))
         self._trainer = torchref.Trainer(loss_fn, optimizer, net)
 
     def weights(self) -> dict[str, np.ndarray]:
