@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
             + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
-        f"h200, a100, b200 and v5p (default: {_DEFAULT_TARGET})")  # fmt: skip
+        f"h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: {_DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
     add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
@@ -45,6 +45,10 @@ def add_parser(commands: Any) -> None:
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
         "communication (default: %(default)s)")  # fmt: skip
+    add("--attention", metavar="NAME", help="full: keeps the weights of the whole square; flash: computes "
+        "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
+    add("--checkpointing", metavar="NAME", help="none; selective: the backward computes all but attention and "
+        "every second product again; full: the whole block (default: none)")  # fmt: skip
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
         "to accumulate gradients (default: %(default)s)")  # fmt: skip
@@ -52,6 +56,8 @@ def add_parser(commands: Any) -> None:
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
     hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
+    hardware("--peaks", action="store_true", help="published peaks of products and memory (default: measured rates, "
+             "where they are known)")  # fmt: skip
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can send within "
              "its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
@@ -92,10 +98,13 @@ def _job(arguments: argparse.Namespace) -> Any:
     from ..planning.chips import target
     from ..planning.machine import cluster_of
     from ..planning.plan import TrainingJob
+    from ..planning.products import as_measured
 
     workload, sequence_length = _workload(arguments)
     is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
     machine = target(_DEFAULT_TARGET if arguments.target is None else arguments.target)
+    if not arguments.peaks:
+        machine = replace(machine, chip=as_measured(machine.chip))
     for name in ("fsdp", "tp"):
         if (value := getattr(arguments, name)) is not None:
             check_integer(name, value)
@@ -130,12 +139,16 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
     from ..planning.workload import feed_forward, transformer
     from ..sizes import SIZES
 
+    how = {name: getattr(arguments, name) for name in ("attention", "checkpointing")}
+    how = {name: value for name, value in how.items() if value is not None}
     given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER)}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         check_integer(name, value)
         if arguments.model != CUSTOM and (name != "context" or arguments.model == XXL):
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
+    if how and (arguments.model == XXL or (arguments.model == CUSTOM and not set(given) & set(_TRANSFORMER))):
+        raise ValueError(f"--{next(iter(how))} must come with a transformer, not with feed-forward blocks")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
     if arguments.model == CUSTOM:
@@ -145,8 +158,8 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
         if wanted == _FEED_FORWARD:
             return feed_forward(given["width"], given["hidden"], given["layers"]), 1
         names = ("vocab", "context", "width", "layers", "heads", "hidden")
-        return transformer(*(given[name] for name in names)), given["context"]
+        return transformer(*(given[name] for name in names), **how), given["context"]
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
     config = replace(SIZES[arguments.model], **given)
-    return transformer(**asdict(config)), config.context
+    return transformer(**asdict(config), **how), config.context

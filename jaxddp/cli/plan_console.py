@@ -9,6 +9,7 @@ from typing import Any
 from ..communication.buckets import MIB
 from ..network import GB
 from ..planning.plan import Plan
+from ..planning.products import rates_in_words
 from ..table import paragraph, table
 
 _PASSES = {"forward": "the forward alone", "backward": "the backward alone", "both": "forward and backward"}
@@ -42,11 +43,19 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
         ("  TP", _ms(plan.times.tp_s)),
         ("  DP", _ms(plan.times.dp_s)),
         ("  communication", _ms(plan.times.communication_s(job.assumptions))),
+        *_step(plan),
         ("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}"),
         ("best buckets", _buckets(plan)),
         ("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"),
         *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()),
     ]
+
+
+def _step(plan: Plan) -> list[tuple[str, str]]:
+    if (step := plan.step) is None:
+        return []
+    parts = ", ".join(f"{name.removesuffix('_s')} {_ms(seconds)}" for name, seconds in step._asdict().items())
+    return [("step", f"{_ms(step.step_s)}, an estimate: {parts}")]
 
 
 def _buckets(plan: Plan) -> str:
@@ -74,13 +83,15 @@ def as_json(plan: Plan, model: str) -> dict[str, Any]:
         "min_tokens": None if plan.min_tokens is None else math.ceil(plan.min_tokens),
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in plan.times._asdict().items()},
         "best_split": {**plan.best_split._asdict(), "tokens": math.ceil(plan.best_split.tokens)},
+        "step_s": plan.step and {**plan.step._asdict(), "step_s": plan.step.step_s},
         "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
         "buckets": buckets and buckets._asdict(),
         "traffic_bytes_per_step": {name: _whole(num_bytes) for name, num_bytes in plan.traffic_bytes.items()},
         "assumptions": {
             **asdict(job.assumptions),
             "state_bytes_per_param": job.held._asdict(),
-            "flops_per_s": job.cluster.flops_per_s,
+            "flops_per_s": plan.flops_per_s,
+            "rates": job.cluster.chip and rates_in_words(job.cluster.chip),
             "link_gb_per_s": job.cluster.network.gb_per_s,
             "latency_us": job.cluster.network.latency_us,
         },
@@ -97,7 +108,8 @@ def _assumptions(plan: Plan) -> str:
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
         f"{cluster.network.gb_per_s:g} GB/s a device and {cluster.network.latency_us:g} us a call",
-        f"products in {cluster.products or 'any dtype'} at {cluster.flops_per_s:g} FLOP/s",
+        f"products in {cluster.products or 'any dtype'} at {plan.flops_per_s:g} FLOP/s",
+        *([rates_in_words(cluster.chip)] if cluster.chip else []),
         f"{held} bytes a parameter (value, gradient, optimizer, sum of micro-batches)",
     ])  # fmt: skip
 

@@ -85,6 +85,8 @@ BAD_INPUT = {
     "--tokens many": "argument --tokens: invalid int value: 'many'; see python -m jaxddp plan --help",
     "--stage 4": "stage (=4) must be one of 0, 1, 2, 3",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
+    "--attention flash": "--attention must come with a transformer, not with feed-forward blocks",
+    "--model xl --checkpointing some": "checkpointing (='some') must be one of none, selective, full",
     "--flops-per-s 0": "flops_per_s (=0.0) must be a positive finite number",
     "--link-gb-per-s inf": "network gb_per_s (=inf) must be a positive finite number",
     "--host-link-gb-per-s 5": "host_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
@@ -114,3 +116,13 @@ def test_updated_parameters_are_gathered_in_their_own_dtype(stage, capsys):
     """Gradients in 2 bytes, float32 parameters in 4: the reduce-scatter and the all-gather of 7/8 of each."""
     found = planned(f"--model small --target h100:8 --stage {stage}", capsys)
     assert found["traffic_bytes_per_step"]["zero1"] == (2 + 4) * found["params"] * 7 / 8
+
+
+def test_attention_checkpointing_and_rates(capsys):
+    options = "--model xl --target h100:8 --context 1024 --tokens 65536"
+    square, flash, peaks = (planned(f"{options}{more}", capsys) for more in ("", " --attention flash", " --peaks"))
+    full = planned(f"{options} --attention flash --checkpointing full", capsys)
+    kept = [one["bytes_per_device"]["activations"] for one in (square, flash, full)]
+    assert kept[0] > kept[1] > kept[2] and square["step_s"]["step_s"] > flash["step_s"]["step_s"]
+    assert peaks["assumptions"]["flops_per_s"] == 989.4e12 > square["assumptions"]["flops_per_s"]
+    assert "by shape" in square["assumptions"]["rates"] and "assumed" in peaks["assumptions"]["rates"]

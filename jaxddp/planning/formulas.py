@@ -269,8 +269,9 @@ def times(
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
     dp_bytes_per_s = rates.dp_bytes_per_s or rates.fsdp_bytes_per_s
     compute, gathers, reductions, sums = _MULTIPLES[assumptions.passes]
+    again = workload.recomputed if assumptions.passes != "forward" else 0.0
     return Times(
-        compute * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
+        (compute + again) * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
         gathers * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
         reductions * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
         sums * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..arguments import check_positive
 from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
-from .chips import Target
+from .chips import Chip, Target
 from .formulas import DeviceRates
 
 _BOOK_FLOPS_PER_S = {("v5p", "bfloat16"): 4.6e14}
@@ -108,6 +108,7 @@ class Cluster:
         network: What a device sends; on a torus, over one of its axes.
         torus: Sides; empty on GPUs.
         products: The dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand.
+        chip: Of the devices, with its rates; None if ``flops_per_s`` was set by hand.
 
     Raises:
         ValueError: If a number is out of range.
@@ -120,6 +121,7 @@ class Cluster:
     network: Network
     torus: tuple[int, ...] = ()
     products: str = ""
+    chip: Chip | None = None
 
     def __post_init__(self) -> None:
         check_positive("flops_per_s", self.flops_per_s)
@@ -195,4 +197,5 @@ def cluster_of(
         network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
         torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
         products=key if flops_per_s is None else "",
+        chip=chip if flops_per_s is None else None,
     )

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from ..arguments import check_integer
 from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
 from . import formulas
-from .formulas import FP32, Assumptions, Buckets, PerParameter, Split, Times
+from .estimate import Run, StepTime, estimate, product_seconds
+from .formulas import FP32, Assumptions, Buckets, DeviceRates, PerParameter, Split, Times
 from .machine import Cluster
 from .workload import Workload
 
+_TABLE_TOKENS = 4096  # rows of the largest measured products
 _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 
 
@@ -115,6 +117,8 @@ class Plan:
         times: Seconds of each kind of work in one micro-batch.
         buckets: The best buckets of a micro-batch's gradients; None if none are reduced, or a call has no latency.
         traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
+        flops_per_s: At which a device computes the products of a forward.
+        step: The estimate of a step; None with tensor parallelism, replicas of shards, on a torus or by hand.
     """
 
     job: TrainingJob
@@ -127,6 +131,8 @@ class Plan:
     best_split: Split
     buckets: Buckets | None
     traffic_bytes: dict[str, float]
+    flops_per_s: float
+    step: StepTime | None
 
     @property
     def total_bytes(self) -> float:
@@ -162,7 +168,7 @@ def plan(job: TrainingJob) -> Plan:
     Raises:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
-    rates = job.cluster.rates(*job.ranks[:2])
+    rates = _rates(job, *job.ranks[:2])
     least = float(formulas.min_tokens(job.workload, rates, *job.ranks, job.assumptions))
     tokens = _tokens(job, least)
     components = _bytes_per_device(job, tokens)
@@ -176,8 +182,12 @@ def plan(job: TrainingJob) -> Plan:
         min_devices=_min_devices(job, components),
         min_tokens=least if math.isfinite(least) else None,
         times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
-        best_split=formulas.best_split(job.workload, job.cluster.rates, job.cluster.num_devices, job.assumptions),
-        buckets=_best_buckets(job, tokens / (steps or 1)),
+        best_split=formulas.best_split(
+            job.workload, lambda fsdp, tp: _rates(job, fsdp, tp), job.cluster.num_devices, job.assumptions
+        ),
+        buckets=_best_buckets(job, tokens / (steps or 1), rates.flops_per_s),
+        flops_per_s=rates.flops_per_s,
+        step=_step(job, tokens, steps or 1),
         traffic_bytes={name: _traffic_bytes(job, name, steps or 1) for name in formulas.STRATEGIES},
     )
 
@@ -215,12 +225,38 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     )
 
 
-def _best_buckets(job: TrainingJob, tokens: float) -> Buckets | None:
+def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
+    """A device's rates; products at that of their shapes, for as many tokens as the table has rows at most."""
+    rates, run = job.cluster.rates(fsdp, tp), _run(job, _TABLE_TOKENS)
+    if run is None or not run.chip.is_measured or not job.workload.products:
+        return rates
+    flops = sum(2.0 * count * rows * columns for count, rows, columns in job.workload.products)
+    return rates._replace(flops_per_s=flops * _TABLE_TOKENS / product_seconds(run))
+
+
+def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run | None:
+    """What ``estimate`` takes, with ``tokens`` of a rank; None on a machine by hand."""
+    if (chip := job.cluster.chip) is None:
+        return None
+    element_bytes = int(job.assumptions.element_bytes)
+    return Run(
+        job.workload, chip, job.cluster.products, job.cluster.network, job.num_data_ranks, tokens, num_microbatches,
+        ("bucketed", "zero1", "zero2", "zero3")[job.stage], DEFAULT_BUCKET_MB, element_bytes, element_bytes,
+    )  # fmt: skip
+
+
+def _step(job: TrainingJob, tokens: int, num_microbatches: int) -> StepTime | None:
+    run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
+    is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not job.cluster.torus
+    return estimate(run) if run is not None and is_known else None
+
+
+def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
     """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
     rate, latency_s = gradient_rate(job)
     if not latency_s:
         return None
-    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * job.cluster.flops_per_s)
+    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * flops_per_s)
     most = len(job.workload.tensors)
     return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s, most)
 

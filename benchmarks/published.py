@@ -1,0 +1,262 @@
+"""What the planner's formulas give for step times and collectives that others measured and published.
+
+Nothing here is run or compiled, and no constant is fitted to a row: rates of chips and curves of networks are those of
+``jaxddp.planning.products`` and ``jaxddp.network``. Scores:
+
+    collectives    median of |ln(predicted / published)|, from 1 MiB up, of tables that the curves are not made of
+    scaling        median difference of efficiency, T(fewest GPUs) / T(more), in percentage points, within one source
+    steps          median of |predicted / published - 1|
+    order          pairs of strategies, apart by more than 2 %, in the published order
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxddp.communication.buckets import MIB
+from jaxddp.network import Network
+from jaxddp.planning.chips import CHIPS, Chip, Target
+from jaxddp.planning.estimate import Run, estimate
+from jaxddp.planning.machine import network_of
+from jaxddp.planning.products import as_measured
+from jaxddp.planning.workload import transformer
+
+from .benchmark import NOT_RUN, Benchmark, Case, Options, Say
+from .render import CHECK, Column, Row, new_figure, percent, size
+
+STEPS, COLLECTIVES, SCORES = "Steps", "Collectives", "Scores"
+_PRODUCTS = {"bf16": ("bfloat16", 2), "fp8": ("float8", 2), "tf32": ("tf32", 4), "fp32": ("float32", 4)}
+_STRATEGIES = (
+    ("DDP naive + sharded", "sharded_optimizer"), ("DDP overlap per parameter + sharded", "sharded_optimizer"),
+    ("DDP naive", "naive"), ("DDP flat", "flat"), ("DDP overlap per parameter", "overlapped"),
+    ("DDP overlap bucketed", "bucketed"), ("DP (XLA SPMD)", "flat"), ("DP x", "flat"), ("DP + ZeRO-1", "zero1"),
+    ("FSDP", "zero3"),
+)  # fmt: skip
+# GPUs by what their names hold, with the bytes per second of their memory where it is another than the chip's.
+_GPUS = (
+    ("H200", "h200", None), ("H100 96GB", "h100", 2.4e12), ("H100", "h100", None), ("A100 40GB", "a100", 1.555e12),
+    ("A100", "a100", None),
+)  # fmt: skip
+_UNNAMED_GPU = ("a100", 1.935e12)  # its source is inferred to be an A100 on PCIe
+_APART = 0.02
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The published ``steps`` or ``collectives``."""
+    found = json.loads(Path(__file__).with_name(f"published_{name}.json").read_text())
+    rows: list[dict[str, Any]] = found["rows" if name == "steps" else "tables"]
+    return rows
+
+
+def run_of(row: Row) -> Run:
+    """The planner's view of a published step.
+
+    Raises:
+        ValueError: If the formulas do not describe it; the message says why.
+    """
+    model, strategy, batch = row["model"], row["strategy"], row["batch"]
+    if strategy.get("tp", 1) > 1:
+        raise ValueError("splits matrices over ranks, which is not estimated")
+    if row["grade"] == "C":
+        raise ValueError("doubtful: its source contradicts itself")
+    name = next(ours for start, ours in _STRATEGIES if strategy["kind"].startswith(start))
+    chip = _chip(row["hardware"].get("gpu"))
+    compute = str(row["dtype"].get("compute") or "bf16").partition(" ")[0]  # not stated: its commands have bfloat16
+    products, element_bytes = _PRODUCTS[compute]
+    checkpointing = str(row.get("activation_checkpointing") or "none").partition(" ")[0]
+    workload = transformer(
+        model.get("vocab") or model["classes"], model["seq_len"], model["d_model"], model["layers"], model["heads"],
+        model["ffn_hidden"],
+        attention="flash" if "flash" in str(row.get("attention")) else "full",
+        checkpointing=checkpointing if checkpointing in ("selective", "full") else "none",
+        kv_heads=model["kv_heads"], num_matrices=3 if "SwiGLU" in model["ffn_type"] else 2,
+        is_tied=bool(model.get("tied_embeddings")), is_causal=model["family"] == "decoder LM",
+    )  # fmt: skip
+    return Run(
+        workload, chip, products, _network(row, chip), row["hardware"]["gpus"],
+        batch["per_gpu_micro_batch"] * model["seq_len"], batch["micro_batches"], name,
+        strategy.get("bucket_cap_mb", 25), element_bytes, 2 if row["dtype"].get("reduce") == "bf16" else 4,
+        row.get("compile") is not False,
+    )  # fmt: skip
+
+
+def _chip(gpu: str | None) -> Chip:
+    name, rate = next(((name, rate) for part, name, rate in _GPUS if gpu and part in gpu), _UNNAMED_GPU)
+    chip = as_measured(CHIPS[name])
+    return chip if rate is None else replace(chip, memory_bytes_per_s=rate)
+
+
+def _network(row: Row, chip: Chip) -> Network:
+    """Curves of the chip, or two assumed numbers; where the GPU is not named, the source's own collectives."""
+    hardware = row["hardware"]
+    if "gpu" not in hardware:
+        table = next(one for one in read("collectives") if one["id"] == row["collective_table"])
+        times = tuple((float(num_bytes), us * 1e-6) for num_bytes, us in table["rows"])
+        return Network(table["largest_busbw_GBps"], curves=(("all-reduce", table["ranks"], times),), source=table["id"])
+    per_host = hardware["gpus_per_host"]
+    given = hardware.get("network_gbps_per_host") or hardware.get("network_gbps_per_host_implied_not_stated")
+    speed = given / 8 / per_host if given else chip.host_link_gb_per_s
+    return _of_chip(chip, hardware["hosts"], per_host, speed)
+
+
+def _of_chip(chip: Chip, hosts: int, per_host: int, speed: float) -> Network:
+    target = Target(chip, hosts, per_host)
+    return network_of(target, host_gb_per_s=speed, file=None if chip.name == "a100" else "measured")
+
+
+def predict_collectives() -> Iterator[dict[str, Any]]:
+    """Rows of tables whose links the package knows, by size, from 1 MiB up."""
+    for table in read("collectives"):
+        gpu, common = table.get("gpu"), {"table": COLLECTIVES, "source": table["id"], "num_ranks": table["ranks"]}
+        if not gpu or "NVLS off" in str(table.get("algorithm")):
+            why = "NVLS is off" if gpu else "not a GPU's NVLink, or a GPU that is not named"
+            yield {**common, "check": f"{NOT_RUN}{why}"}
+            continue
+        kind = table["op"].replace("_", "-")
+        # 1600 Gbit/s a host; its own table in jaxddp/measured_collectives.json is not used.
+        network, group = _of_chip(_chip(gpu), table["hosts"], table["gpus_per_host"], 25), range(table["ranks"])
+        for num_bytes, us in table["rows"]:
+            if num_bytes >= MIB:
+                predicted = network.seconds(kind, num_bytes, group) * 1e6
+                yield {
+                    **common, "collective": kind, "size_bytes": num_bytes, "published_us": us,
+                    "predicted_us": predicted, "ratio": predicted / us,
+                    "note": network.assumed(kind, num_bytes, group), "check": "ok",
+                }  # fmt: skip
+
+
+def predict_steps() -> Iterator[dict[str, Any]]:
+    """Each published step with the estimate, or why there is none."""
+    for row in read("steps"):
+        common = {
+            "table": STEPS, "source": row["id"], "grade": row["grade"], "published_ms": row["step_ms"],
+            "num_ranks": row["hardware"]["gpus"], "repository": row["source"].get("repo", ""),
+        }  # fmt: skip
+        try:
+            run = run_of(row)
+        except ValueError as error:
+            yield {**common, "check": f"{NOT_RUN}{error}"}
+            continue
+        found = estimate(run)
+        yield {
+            **common, "strategy": run.strategy, "predicted_ms": found.step_s * 1e3, "exposed_ms": found.exposed_s * 1e3,
+            "ratio": found.step_s * 1e3 / row["step_ms"], "alike": _alike(row), "check": "ok",
+        }  # fmt: skip
+
+
+def _alike(row: Row) -> list[str]:
+    """What two steps share whose times show how training scales, or in which order strategies are."""
+    batch, keys = row["batch"], ("model", "dtype", "attention", "activation_checkpointing", "compile")
+    of_batch = batch.get("per_gpu_micro_batch"), batch.get("micro_batches")
+    conditions = json.dumps(
+        [row["source"].get("repo"), row["hardware"].get("gpu"), of_batch, [row.get(key) for key in keys]]
+    )
+    kind = json.dumps({key: value for key, value in row["strategy"].items() if key not in ("dp", "fsdp")})
+    return [conditions, kind]
+
+
+def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
+    """The rows of a table."""
+    yield from predict_collectives() if case.name == COLLECTIVES else predict_steps()
+
+
+def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The scores, as the module has them."""
+
+    def score(name: str, values: Sequence[float], form: str) -> dict[str, Any]:
+        middle = statistics.median(values) if values else math.nan
+        return {"table": SCORES, "score": name, "count": len(values), "value": format(middle, form), "check": "ok"}
+
+    sound = [row for row in rows if row.get("ratio")]
+    of_tables: dict[str, list[float]] = defaultdict(list)
+    for row in sound:
+        if row["table"] == COLLECTIVES:
+            of_tables[row["source"]].append(abs(math.log(row["ratio"])))
+    yield score("collectives, abs ln (predicted / published)", [x for one in of_tables.values() for x in one], ".3f")
+    for name, errors in of_tables.items():
+        yield score(f"  {name}", errors, ".3f")
+    steps = [row for row in sound if row["table"] == STEPS]
+    yield score("scaling, percentage points of efficiency", [apart for _, apart in scaling(steps)], ".1f")
+    for family in ("mpt", "vitg14", "titan"):
+        yield score(f"  {family}", [apart for name, apart in scaling(steps) if name.startswith(family)], ".1f")
+    for grade in ("A", "B"):
+        yield score(f"steps of grade {grade}", [abs(row["ratio"] - 1) for row in steps if row["grade"] == grade], ".0%")
+    for family in ("bsnider", "damek"):
+        right = [is_right for name, is_right in orders(steps) if name.startswith(family)]
+        share = sum(right) / len(right) if right else math.nan
+        yield {
+            "table": SCORES, "score": f"order of strategies, {family}", "count": len(right), "value": f"{share:.0%}",
+            "check": "ok",
+        }  # fmt: skip
+
+
+def scaling(steps: Sequence[Row]) -> Iterator[tuple[str, float]]:
+    """Sources whose GPUs are more than the fewest alike, and how far the predicted efficiency is from the published."""
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in steps:
+        groups[tuple(row["alike"])].append(row)
+    for group in groups.values():
+        first = min(group, key=lambda row: row["num_ranks"])
+        for row in group:
+            if row["num_ranks"] > first["num_ranks"]:
+                published = first["published_ms"] / row["published_ms"]
+                predicted = first["predicted_ms"] / row["predicted_ms"]
+                yield row["source"], 100 * abs(predicted - published)
+
+
+def orders(steps: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    """Pairs of strategies under one condition that are clearly apart, and whether the prediction has their order."""
+    for one, other in itertools.combinations(steps, 2):
+        is_pair = one["alike"][0] == other["alike"][0] and one["alike"][1] != other["alike"][1]
+        if is_pair and one["num_ranks"] == other["num_ranks"]:
+            published = math.log(one["published_ms"] / other["published_ms"])
+            if abs(published) > _APART:
+                yield one["source"], (published > 0) == (one["predicted_ms"] > other["predicted_ms"])
+
+
+def plot(rows: Sequence[Row]) -> Iterable[Any]:
+    """Predicted over published, by source."""
+    figure, axes = new_figure("Predicted over published", num_columns=2, height=4.2)
+    for axis, title, key in ((axes[0][0], STEPS, "published_ms"), (axes[0][1], COLLECTIVES, "size_bytes")):
+        groups: dict[str, list[Row]] = defaultdict(list)
+        for row in rows:
+            if row.get("table") == title and row.get("ratio"):
+                groups[row["source"] if title == COLLECTIVES else row["source"].partition("-")[0]].append(row)
+        for name, group in groups.items():
+            axis.plot([row[key] for row in group], [row["ratio"] for row in group], "o", markersize=3, label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(xscale="log", yscale="log", xlabel="published ms" if title == STEPS else "bytes", title=title)
+        axis.legend(fontsize=6)
+    yield figure
+
+
+def cases(options: Options) -> list[Case]:
+    """Collectives, then steps."""
+    return [Case(COLLECTIVES, None), Case(STEPS, None)]
+
+
+BENCHMARK = Benchmark(
+    "published", "what the planner's formulas give for times that others published", (), cases, measure,
+    {
+        SCORES: (Column("score"), Column("rows", "count"), Column("median", "value"), CHECK),
+        STEPS: (
+            Column("source"), Column("grade"), Column("GPUs", "num_ranks"), Column("strategy"),
+            Column("published", "published_ms", "ms"), Column("predicted", "predicted_ms", "ms"),
+            Column("exposed", "exposed_ms", "ms"), Column("predicted / published", "ratio", "", percent), CHECK,
+        ),
+        COLLECTIVES: (
+            Column("source"), Column("collective"), Column("GPUs", "num_ranks"), Column("size", "size_bytes", "", size),
+            Column("published", "published_us", "us"), Column("predicted", "predicted_us", "us"),
+            Column("predicted / published", "ratio", "", percent), CHECK, Column("assumed", "note"),
+        ),
+    },
+    plot, scores,
+)  # fmt: skip

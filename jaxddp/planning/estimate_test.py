@@ -1,0 +1,58 @@
+from dataclasses import replace
+
+import pytest
+
+from jaxddp.network import Network
+from jaxddp.planning.chips import CHIPS
+from jaxddp.planning.estimate import Run, estimate, product_seconds
+from jaxddp.planning.products import as_measured
+from jaxddp.planning.workload import feed_forward, transformer
+
+pytestmark = pytest.mark.smoke
+H100 = CHIPS["h100"]
+TWO = Run(feed_forward(4096, 16384, 2), H100, "bfloat16", Network(100, latency_us=0), 2, 8192)
+BYTES = 4 * 2 * 2 * 4096 * 16384  # of the gradients, each sent once there and back by two ranks
+
+
+def test_at_peak_products_take_their_flops():
+    assert product_seconds(TWO) == pytest.approx(2 * 2 * 2 * 8192 * 4096 * 16384 / 989.4e12)
+    found = estimate(TWO)
+    assert found.backward_s == pytest.approx(2 * found.forward_s) and found.step_s == sum(found)
+    assert product_seconds(replace(TWO, chip=as_measured(H100))) > product_seconds(TWO)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sent_s"),
+    [
+        ("naive", BYTES / 100e9), ("sharded_optimizer", 2 * BYTES / 100e9),
+        ("overlapped", BYTES / 4 / 100e9 + 3 / 4 * (BYTES / 100e9 - 8 * 4096 * 16384 * 8192 * 2 / 989.4e12)),
+    ],
+)  # fmt: skip
+def test_what_is_exposed_by_hand(strategy, sent_s):
+    """Four tensors of one size; of those that overlap, three are sent while the backward goes on for three quarters."""
+    assert estimate(replace(TWO, strategy=strategy)).exposed_s == pytest.approx(sent_s)
+    assert estimate(replace(TWO, strategy=strategy, num_ranks=1)).exposed_s == 0
+
+
+def test_zero3_hides_gathers_behind_what_computes():
+    slow, fast = (estimate(replace(TWO, strategy="zero3", network=Network(speed))) for speed in (1, 1e6))
+    assert slow.exposed_s > 0.9 * 3 / 4 * BYTES / 2 / 1e9 and fast.exposed_s < 1e-4
+
+
+def test_checkpointing_and_flash_attention_trade_flops_for_memory():
+    def run(**options):
+        model = transformer(1000, 4096, 1024, 8, 8, 4096, **options)
+        return model, estimate(replace(TWO, workload=model)).backward_s
+
+    (none, none_s), (half, half_s), (full, full_s) = (
+        run(attention="flash", checkpointing=how) for how in ("none", "selective", "full")
+    )
+    assert none_s < half_s < full_s
+    assert [one.kept_per_token + one.kept_cut_per_token for one in (none, half, full)] == [
+        8 * (4 + 4 + 12) * 1024 + 3048, 8 * (1 + 8 + 1) * 1024 + 3048, 8 * 1024 + 3048
+    ]  # fmt: skip
+    square, square_s = run()
+    assert square.kept_cut_per_token - none.kept_cut_per_token == 8 * 8 * 4096 and square_s > none_s
+    for name in ("attention", "checkpointing"):
+        with pytest.raises(ValueError, match=rf"^{name} \(='some'\) must be one of (full|none), "):
+            run(**{name: "some"})
