@@ -5,6 +5,8 @@
     python3 -m benchmarks.public_programs flax_imagenet flax/examples/imagenet
     python3 -m benchmarks.public_programs flax_lm1b flax/examples/lm1b
     python3 -m benchmarks.public_programs midgpt midGPT          # needs equinox and jaxtyping
+    pip install --pre --no-deps --target lev levanter haliax
+    python3 -m benchmarks.public_programs levanter lev           # needs equinox, jmp, draccus, aqtp and chex
 
 A program's own functions are imported from its folder and compiled as they stand, with its own configuration, for 8
 H100s; nothing is trained. Packages for data, logs and configurations are replaced by empty ones.
@@ -16,6 +18,8 @@ import argparse
 import functools
 import importlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -34,6 +38,29 @@ NOT_NEEDED = (
     "clu", "flax.metrics.tensorboard", "flax.training.checkpoints", "tensorflow", "tensorflow_datasets",
     "tensorflow_text", "sentencepiece", "tqdm", "wandb", "input_pipeline", "tokenizer", "temperature_sampler",
 )  # fmt: skip
+# The same of Levanter, whose packages are imported by parts.
+NOT_NEEDED_BY_LEVANTER = (
+    "transformers", "datasets", "pyarrow", "ray", "wandb", "gcsfs", "tokenizers", "zstandard", "async_lru", "lm_eval",
+    "filelock", "git", "braceexpand", "tensorboardX", "trackio", "huggingface_hub", "jinja2", "marshmallow",
+    "dataclasses_json", "deepdiff", "lenses", "fastapi", "openai", "prompt_toolkit", "pydantic", "regex", "uvicorn",
+    "tblib", "tqdm_loggable", "soundfile", "librosa", "sklearn", "pandas",
+)  # fmt: skip
+
+
+class EmptyPackages(MetaPathFinder, Loader):
+    """Finds the packages of ``NOT_NEEDED_BY_LEVANTER`` and all that is in them."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A package in which everything is there and does nothing."""
+        is_empty = name.partition(".")[0] in NOT_NEEDED_BY_LEVANTER
+        return ModuleSpec(name, self, is_package=True) if is_empty else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Any attribute is found."""
+        return MagicMock(__path__=[])
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing to run."""
 
 
 class Config(SimpleNamespace):
@@ -51,7 +78,10 @@ def data_mesh(*names: str, sizes: tuple[int, ...] = (NUM_DEVICES,)) -> Mesh:
 
 def arrays(tree: Any, mesh: Mesh, *spec: Any) -> Any:
     """The shapes of a tree, laid out over a mesh."""
-    sharding = NamedSharding(mesh, P(*spec))
+    return _placed(tree, NamedSharding(mesh, P(*spec)))
+
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
 
@@ -143,7 +173,55 @@ def midgpt() -> tuple[Any, ...]:
     return jax.jit(of_arrays), arrays(held, mesh), arrays(opt_state, mesh), batch, batch, arrays(key, mesh)
 
 
-PROGRAMS = {one.__name__: one for one in (flax_mnist, flax_imagenet, flax_lm1b, midgpt)}
+def levanter() -> tuple[Any, ...]:
+    """Levanter's step of GPT-2 small by its defaults: FSDP by named axes, products in bfloat16, batch of 512.
+
+    Its loss gives ``jnp.mean`` a mask of floats, which JAX 0.10 refuses: here the mask is of booleans.
+    """
+    sys.meta_path.insert(0, EmptyPackages())
+    names = "equinox", "haliax", "jmp", "levanter.trainer", "levanter.models.gpt2", "levanter.models.lm_model"
+    eqx, hax, jmp, training, gpt2, lm = map(importlib.import_module, names)
+    optim, tracker, states = map(
+        importlib.import_module, ("levanter.optim", "levanter.tracker", "levanter.trainer_state")
+    )
+    config = training.TrainerConfig(
+        mp=jmp.get_policy("p=f32,c=bfloat16"), tracker=tracker.NoopConfig(), id="none", require_accelerator=False
+    )
+    model, optimizer = gpt2.Gpt2Config(), optim.AdamConfig().build(config.num_train_steps)
+    loss = functools.partial(
+        lm.compute_next_token_loss, reduction=lambda x, where, axis: hax.mean(x, where=where != 0, axis=axis)
+    )
+    trainer = training.Trainer(config, optimizer, loss, add_default_hooks=False)
+    trainer.__enter__()  # its mesh and axes hold until the end
+    mapping, key = trainer.parameter_axis_mapping, jax.random.PRNGKey(0)
+    vocab = hax.partitioning.round_axis_for_partitioning(hax.Axis("vocab", 50257), mapping)
+
+    def init() -> Any:
+        made = model.build(vocab, key=key)
+        return states.TrainerState.init(
+            optimizer, made, key=key, is_trainable=True, mp=trainer.mp, quantization=None, model_averaging=None
+        )
+
+    def examples() -> Any:
+        axes = config.TrainBatch, model.Pos
+        return lm.LmExample(hax.zeros(axes, dtype=jnp.int32), hax.ones(axes, dtype=bool))
+
+    def shapes(make: Any, mapping: Any) -> Any:
+        held, static = eqx.partition(eqx.filter_eval_shape(make), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        places = hax.partitioning.infer_resource_partitions(held, mapping, preserve_existing_shardings=False)
+        return jax.tree.map(lambda place, named: _placed(named, place), places, held), static
+
+    (state, state_static), (batch, batch_static) = shapes(init, mapping), shapes(examples, trainer.compute_axis_mapping)
+
+    def step(state: Any, batch: Any) -> Any:
+        examples = (eqx.combine(batch, batch_static),)
+        made = trainer._train_step(eqx.combine(state, state_static), examples, {}, _no_hooks=True)
+        return eqx.filter(made, eqx.is_array)
+
+    return jax.jit(step, donate_argnums=0), state, batch
+
+
+PROGRAMS = {one.__name__: one for one in (flax_mnist, flax_imagenet, flax_lm1b, midgpt, levanter)}
 
 
 def main() -> None:
