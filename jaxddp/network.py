@@ -79,6 +79,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 # (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
 Curves = tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
+_FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 _AS_MEASURED = {"h200": "h100"}  # the same links
 
 
@@ -282,7 +283,7 @@ def from_file(path: str | Path) -> Network:
             rows = _rows_of_run(json.loads(line) for line in file.read_text().splitlines() if line.strip())
         else:
             rows = _rows_of_table(json.loads(file.read_text())["us"])
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
 
@@ -319,6 +320,8 @@ def _of_rows(rows: Sequence[tuple[str, int, float, float]], source: str) -> Netw
     size, seconds = found[kind, ranks][-1]
     sent = bus_factor(kind, ranks) * size
     latency_us = min(seconds for _, seconds in found[kind, ranks]) * 1e6
+    if sent / seconds > _FASTEST_GB_PER_S * GB:
+        raise ValueError(f"{source}: times must be microseconds: {sent / seconds / GB:,.0f} GB/s a rank is no network")
     return Network(
         sent / seconds / GB, latency_us, curves=tuple((*key, rows) for key, rows in found.items()), source=source
     )

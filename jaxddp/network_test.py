@@ -175,6 +175,8 @@ def test_a_run_of_the_collectives_benchmark_is_read(file):
     [
         ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
         ({"us": {"all-reduce": {"8": [[MIB, 2.0], [2 * MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
+        ({"us": {"all-reduce": {"8": [[MIB, 5e-5], [2**30, 5e-3]]}}}, "times must be microseconds"),
+        ({"us": {"all-reduce": {"8": [["1M", 5.0], ["2M", 7.0]]}}}, "must hold measured collectives"),
         ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
         ("# nThread 1", "must hold measured collectives: JSONDecodeError"),
     ],
