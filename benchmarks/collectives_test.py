@@ -30,12 +30,12 @@ def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):
     assert on_gpus == [f"{backend}, {num} ranks" for num in (2, 4, 6, 8) for backend in ("XLA over NCCL", "NCCL")]
 
 
-@pytest.mark.parametrize("kind", ["simulated", "processes"])
-def test_jax_calls_are_right_on_both_kinds_of_ranks(kind):
-    sweep = Sweep("jaxddp", Ranks(2, kind), NAMES, SMALL, 5, 1.0)
+@pytest.mark.parametrize(("kind", "sizes"), [("simulated", SMALL), ("processes", SMALL[1:])])
+def test_jax_calls_are_right_on_both_kinds_of_ranks(kind, sizes):
+    sweep = Sweep("jaxddp", Ranks(2, kind), NAMES, sizes, 5, 1.0)
     rows = list(measure(Case("jax", sweep), print))
     assert [(row["collective"], row["asked_bytes"]) for row in rows] == [
-        (name, size) for name in NAMES for size in SMALL
+        (name, size) for name in NAMES for size in sizes
     ]
     for row in rows:
         assert row["check"] == "ok" and row["num_rounds"] == len(row["rounds_ms"]) == 5

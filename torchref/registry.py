@@ -31,17 +31,9 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
 def make_training(
     name: str, module: nn.Module, optimizer_cls: Callable[..., Any], options: Mapping[str, Any], **settings: Any
 ) -> tuple[DataParallel, Any]:
-    """Wraps a module, and makes its optimizer; gives the wrapper, and what takes its steps.
+    """Wraps a module and makes its optimizer; gives the wrapper, and what takes its steps.
 
-    Args:
-        name: Of the strategy.
-        module: What to train.
-        optimizer_cls: The wrapper takes the steps if its strategy shards the optimizer.
-        options: The strategy's.
-        **settings: The optimizer's.
-
-    Raises:
-        ValueError: As ``make_strategy``.
+    ``options`` are the strategy's, ``settings`` the optimizer's; raises a ValueError as ``make_strategy``.
     """
     if name in STRATEGIES and STRATEGIES[name].owns_optimizer:
         net = make_strategy(name, module, optimizer_cls=optimizer_cls, **options, **settings)
