@@ -17,7 +17,8 @@ all-reduce-contiguous, the pass that would copy them into one buffer and back, i
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
 when its model of the target's own links says so, whatever the network is. The options make it start each as soon as
 its buffer is packed, with any number in flight: they queue on one stream, in the order of the plan. zero3 goes without
-them, or the gathers of all units would start at once.
+them, or the gathers of all units would start at once. In its loops over layers, each round gathers for the next one,
+and scatters the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
 }
+_AHEAD_IN_LOOPS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 
 
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
@@ -69,7 +71,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
-            **(_START_EARLY if is_new and not strategy.gathers_in_loss else {}),
+            **(_AHEAD_IN_LOOPS if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}

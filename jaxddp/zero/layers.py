@@ -14,11 +14,14 @@ unit of a loss, or of a checkpoint of the user's, keeps what it gathered, since 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -116,8 +119,9 @@ def used_outside(jaxpr: Any, stacked: Sequence[int | None]) -> set[int]:
 
 
 def run_units(
-    program: core.ClosedJaxpr, inputs: Sequence[Any], ranks: Ranks, *, is_end: bool, tokens: list[Any] | None = None
-) -> list[Any]:
+    program: core.ClosedJaxpr, inputs: Sequence[Any], ranks: Ranks, *,
+    is_end: bool, in_loop: bool = False, tokens: list[Any] | None = None,
+) -> list[Any]:  # fmt: skip
     """Runs a marked program, some of whose inputs are shards that only units use.
 
     Args:
@@ -125,6 +129,8 @@ def run_units(
         inputs: Arrays, and ``Shard`` in place of some.
         ranks: The ranks.
         is_end: Whether the backward begins with it.
+        in_loop: Whether forward and backward are loops, between which XLA finds no equal operations. Else barriers keep
+            it from using what the forward has gathered; in a loop they would tie each gather to the round before.
         tokens: Of the units before it; None if there are none whose values can be used here, as in a loop.
 
     Returns:
@@ -144,7 +150,7 @@ def run_units(
             return _run_scan(equation, inputs, ranks)
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name in CALLS and not is_unit:
-            return run_units(inner, inputs, ranks, is_end=keeps, tokens=tokens)
+            return run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, tokens=tokens)
         shards = [inputs[place] for place in places]
         others = [place for place, one in enumerate(inputs) if isinstance(one, jax.Array)]
 
@@ -158,7 +164,8 @@ def run_units(
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])
         elif not keeps:
-            compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.dots_saveable)
+            saved = jax.checkpoint_policies.dots_saveable
+            compute = jax.checkpoint(compute, policy=saved, prevent_cse=not in_loop)
         arrays = [inputs[place] for place in others]
         return in_order(tokens, lambda local: compute(local, arrays), [shard.local for shard in shards])
 
@@ -172,17 +179,63 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
     consts, init, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
     shapes = [var.aval.shape for var in program.jaxpr.invars[num_consts + num_carry :]]
 
-    def body(carry: list[Any], local: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+    places = [place for place, stack in enumerate(stacks) if isinstance(stack, Shard)]
+    dtypes = [stacks[place].local.dtype for place in places]
+    # Along other axes, gradients of one row would have to lie alike.
+    has_row = len({*dtypes}) == 1 and jnp.issubdtype(dtypes[0], jnp.floating) and not ranks.other_axes
+
+    def body(carry: list[Any], given: tuple[list[jax.Array], jax.Array | None]) -> tuple[list[Any], list[Any]]:
+        local, row = given
+        if row is not None:
+            local = _put(local, places, _gradients_to_row([local[place] for place in places], row))
         rows = [
             stack.rows(array, shape) if isinstance(stack, Shard) else array
             for stack, array, shape in zip(stacks, local, shapes, strict=True)
         ]
-        results = run_units(program, [*consts, *carry, *rows], ranks, is_end=False)
+        is_loop = params["length"] > params["unroll"]  # else XLA makes none of it
+        results = run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=is_loop)
         return results[:num_carry], results[num_carry:]
 
     local = [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
-    carry, results = lax.scan(body, init, local, params["length"], params["reverse"], params["unroll"])
+    row = None
+    if has_row:
+        held = [local[place] for place in places]
+        local, row = (
+            _put(local, places, lax.stop_gradient(held)),
+            _gradients_from_rows(tuple(one.shape for one in held), held),
+        )
+    carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
     return [*carry, *results]
+
+
+# The gradients of a round's shards are one row of one stack, zeros before the backward: then on GPUs, XLA scatters them
+# while the next round computes, which it does not where a scatter's result is divided among several stacks.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients_from_rows(shapes: tuple[tuple[int, ...], ...], stacks: list[jax.Array]) -> jax.Array:
+    """Zeros ``[rounds, elements]``, whose gradients become those of stacks of these shapes, ``[rounds, ...]``."""
+    return jnp.zeros((shapes[0][0], sum(math.prod(shape[1:]) for shape in shapes)), stacks[0].dtype)
+
+
+def _from_rows(shapes: tuple[tuple[int, ...], ...], _: None, rows: jax.Array) -> tuple[list[jax.Array]]:
+    ends = list(itertools.accumulate(math.prod(shape[1:]) for shape in shapes))
+    parts = jnp.split(rows, ends[:-1], axis=1)
+    return ([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)],)
+
+
+_gradients_from_rows.defvjp(lambda shapes, stacks: (_gradients_from_rows(shapes, stacks), None), _from_rows)
+
+
+@jax.custom_vjp
+def _gradients_to_row(arrays: list[jax.Array], row: jax.Array) -> list[jax.Array]:
+    """The arrays, whose gradients become that of the row."""
+    del row
+    return arrays
+
+
+_gradients_to_row.defvjp(
+    lambda arrays, row: (arrays, None),
+    lambda _, grads: (None, jnp.concatenate([grad.reshape(-1) for grad in grads])),
+)
 
 
 def _rows(equation: Any, inputs: list[Any]) -> Shard:
