@@ -29,6 +29,7 @@ FEW, MANY = 4, {"loop": 10, "scan": 16}
 class Step(NamedTuple):
     planned: list[tuple[str, int]]
     collectives: list[tuple[str, int]]
+    in_loops: set[tuple[str, bool]]  # kind, and whether anything is computed while it is in flight
     temporaries: int
 
 
@@ -84,8 +85,10 @@ def compiled():
         trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
         state = trainer.abstract_state(make_params(kind, num_layers))
         program = targets.start_compile(trainer, state, batch).result()
-        collectives = read_schedule(program).gradient_collectives()
-        return Step(trainer.planned(state, batch), collectives, program.memory_analysis().temp_size_in_bytes)
+        compiled = read_schedule(program).gradient_collectives()
+        in_loops = {(one.kind, one.is_hidden) for one in jaxddp.collectives(program).in_loops()}
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        return Step(trainer.planned(state, batch), compiled, in_loops, temporaries)
 
     return of
 
@@ -121,3 +124,7 @@ def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_l
     gathers = (2 * num_units - 1) - 1 if kind == "loop" else 2 * num_layers + 1 + 1
     counts = Counter(kind for kind, _ in step.collectives)
     assert counts == {"all-gather": gathers, "reduce-scatter": num_units}
+
+
+def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compiled):
+    assert compiled("scan", FEW).in_loops == {("all-gather", True), ("reduce-scatter", True)}
