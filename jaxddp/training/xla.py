@@ -36,7 +36,6 @@ _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
 }
-_AHEAD_IN_LOOPS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 
 
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
@@ -71,11 +70,19 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
-            **(_AHEAD_IN_LOOPS if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
+            **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
         }
     if platform == "tpu":
         return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
+
+
+def _ahead_in_loops() -> dict[str, str | bool]:
+    """Lets each round of a loop start what the next one needs; the options have other names since jaxlib 0.11.1."""
+    kinds = ("all_gather", "reduce_scatter")
+    if jaxlib_version() < (0, 11, 1):
+        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
 
 
 def _with_disabled_passes_of_environment(passes: list[str]) -> str:
