@@ -47,6 +47,7 @@ _GPUS = (
 )  # fmt: skip
 _UNNAMED_GPU = ("a100", 1.935e12)  # its source is inferred to be an A100 on PCIe
 _APART = 0.02
+_TICKS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5)
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -234,6 +235,10 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
             axis.plot([row[key] for row in group], [row["ratio"] for row in group], "o", markersize=3, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="published ms" if title == STEPS else "bytes", title=title)
+        limits = axis.get_ylim()
+        axis.set_yticks(_TICKS, [f"{tick:.0%}" for tick in _TICKS])
+        axis.set_yticks([], minor=True)
+        axis.set_ylim(limits)
         axis.legend(fontsize=6)
     yield figure
 
