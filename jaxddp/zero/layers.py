@@ -7,8 +7,9 @@ The loss is traced once, on full parameters: whatever it asks of them, such as a
 unit is one operation. Run on shards, units gather theirs, rows of a stack and loops over rows are those of shards, and
 everything else is what it was in the trace: what it uses has been gathered before the forward.
 
-A unit is under ``jax.checkpoint``: results of matrix products are saved, everything else is computed again. The last
-unit of a loss, or of a checkpoint of the user's, keeps what it gathered, since the backward begins there.
+A unit is under ``jax.checkpoint``: results of matrix products are saved, everything else is computed again; if there is
+a checkpoint of the user's in it, what that one saves. The last unit of a loss, or of a checkpoint around it, keeps what
+it gathered, since the backward begins there.
 """
 
 from __future__ import annotations
@@ -164,12 +165,20 @@ def run_units(
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])
         elif not keeps:
-            saved = jax.checkpoint_policies.dots_saveable
-            compute = jax.checkpoint(compute, policy=saved, prevent_cse=not in_loop)
+            compute = jax.checkpoint(compute, policy=_policy(inner), prevent_cse=not in_loop)
         arrays = [inputs[place] for place in others]
         return in_order(tokens, lambda local: compute(local, arrays), [shard.local for shard in shards])
 
     return interpret(program, inputs, rule)
+
+
+def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
+    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products.
+
+    The checkpoint around a unit would otherwise keep products inside of the user's, whose policy it does not ask.
+    """
+    given = (one.params["policy"] for one in unit.jaxpr.eqns if one.primitive.name == CHECKPOINT)
+    return next(given, jax.checkpoint_policies.dots_saveable)
 
 
 def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:

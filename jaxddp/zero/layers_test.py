@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 import jaxddp
+from jaxddp.communication.backward_order import matmul_flops
 
 WIDTH, NUM_LAYERS = 8, 3
 dense = jaxddp.layer(lambda params, x: jnp.tanh(x @ params["kernel"] + params["bias"]))
@@ -190,6 +191,22 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss
     # Float64 roundings of parameters of size 1, from which gradients are told.
     for grad, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(grad, want, rtol=0, atol=1e-12)
+
+
+def test_a_unit_computes_again_what_a_checkpoint_in_it_does_not_save_and_else_no_product():
+    layers = [{"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}] * NUM_LAYERS
+    batch = {name: jnp.ones((4, WIDTH)) for name in "xy"}
+
+    def flops(loss_fn, strategy):
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, jaxddp.data_mesh(2))
+        program = trainer.trace(trainer.init({"layers": layers}), batch).program
+        return sum(map(matmul_flops, program.jaxpr.eqns))
+
+    sharded, whole = jaxddp.zero3(min_shard_elements=0), jaxddp.naive()
+    again, wanted = (flops(a_checkpoint_in_each, one) - flops(loop, one) for one in (sharded, whole))
+    assert again == wanted > 0
+    product = 2 * 2 * WIDTH**2  # of a rank's two examples
+    assert flops(loop, sharded) == 3 * NUM_LAYERS * product  # forward, and the gradients of both factors
 
 
 def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
