@@ -69,7 +69,7 @@ def report(message: Any) -> None:
 
 
 class RankPool:
-    """Processes that are kept to run functions as ranks again and again, for one thread; a context manager.
+    """Processes that are kept to run functions as ranks again and again; a context manager.
 
     Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
     """
@@ -88,6 +88,7 @@ class RankPool:
         self.max_ranks = _check_ranks("max_ranks", max_ranks, backend)
         self._backend, self._prepare = backend, prepare
         self._workers: dict[int, _Worker] = {}
+        self._running = threading.Lock()
         _open_pools.add(self)
 
     def run(
@@ -110,13 +111,15 @@ class RankPool:
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If a number is out of range.
+            ValueError: If a number is out of range, or the pool is busy.
         """
         num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
         if num_ranks > self.max_ranks:
             raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
         payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
         with tempfile.TemporaryDirectory(prefix="torchref-") as folder:
+            if not self._running.acquire(blocking=False):
+                raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
             try:
                 self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
                 missing = [rank for rank in range(num_ranks) if rank not in self._workers]
@@ -132,6 +135,8 @@ class RankPool:
             except BaseException:
                 self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
                 raise
+            finally:
+                self._running.release()
 
     def close(self) -> None:
         """Ends all processes of the pool."""
@@ -214,9 +219,11 @@ class _Worker:
     def __init__(self, rank: int, backend: str, prepare: Prepare | None) -> None:
         """Starts the process; its first result is that it is ready."""
         context = multiprocessing.get_context("spawn")
+        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
+        dies_with_thread = threading.current_thread() is threading.main_thread()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
-        arguments = theirs, rank, backend, prepare
+        arguments = theirs, rank, backend, prepare, dies_with_thread
         self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
         self.process.start()
         theirs.close()
@@ -246,9 +253,13 @@ class _Worker:
 # Inside a rank's process.
 
 
-def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None) -> None:
+def _serve(
+    pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None, dies_with_thread: bool
+) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    if dies_with_thread and sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     one_at_a_time = threading.Lock()
 
     def send(kind: str, content: Any) -> None:

@@ -141,13 +141,10 @@ def test_ranks_use_one_thread_and_loopback(ranks):
     assert ranks.run(settings, num_ranks=2) == [(1, interfaces, "gloo")] * 2
 
 
-def test_prepare_is_called_once_in_each_process_and_close_ends_all_of_them():
+def test_prepare_is_called_once_in_each_process_before_anything_starts():
     with RankPool(2, prepare=set_a_mark) as pool:
         assert pool.run(read_the_mark) == [("rank 0", 0), ("rank 1", 1)]
         assert pool.run(read_the_mark, num_ranks=1) == [("rank 0", 0)]
-        pids = pool.run(process_id)
-        assert all(is_running(pid) for pid in pids)
-    assert not any(is_running(pid) for pid in pids)
     with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: this rank stays out\n"):
         launch(process_id, num_ranks=2, prepare=refuse)
 
@@ -195,9 +192,10 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
 
 def test_each_report_restarts_the_timeout_which_names_the_ranks(ranks):
     assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=2.0) == [5, 5]
-    pids = ranks.run(process_id, num_ranks=2)
-    with pytest.raises(RankError, match=r"^rank 0 of 2 did not finish or report within timeout_s \(=2.0\)$"):
-        ranks.run(report_now_and_then, 2, (0,), num_ranks=2, timeout_s=2.0)
+    pids = ranks.run(process_id, num_ranks=3)
+    message = r"^ranks 0, 2 of 3 did not finish or report within timeout_s \(=2.0\)$"
+    with pytest.raises(RankError, match=message):
+        ranks.run(report_now_and_then, 2, (0, 2), num_ranks=3, timeout_s=2.0)
     assert wait_until_gone(pids)
 
 
@@ -216,6 +214,25 @@ def test_reports_arrive_in_order_while_the_rank_runs_and_late_ones_are_dropped(r
     ranks.run(process_id, num_ranks=1, on_message=lambda rank, message: messages.append(message))
     assert len(messages) == 6
     report(threading.Lock())  # outside of a rank nothing is sent
+
+
+def test_an_error_in_on_message_ends_the_call(ranks):
+    pids = []
+
+    def call_again(rank, pid):
+        pids.append(pid)
+        ranks.run(process_id)
+
+    with pytest.raises(ValueError, match="^this RankPool is busy with another call"):
+        ranks.run(report_and_wait, num_ranks=1, on_message=call_again)
+    assert wait_until_gone(pids)
+
+
+def test_close_ends_all_processes():
+    with RankPool(1) as pool:
+        pids = pool.run(process_id)
+        assert all(is_running(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_errors_name_the_value_and_the_rule(ranks):

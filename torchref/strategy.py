@@ -48,6 +48,8 @@ from .gradients import PartialGradient
 
 Sync = Literal["finish", "backward"]
 
+# Options of DistributedDataParallel that change nothing here.
+HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
@@ -79,6 +81,7 @@ class DataParallel(nn.Module, abc.ABC):
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         sync: Sync = "finish",
+        **ddp_options: Any,
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
@@ -88,13 +91,17 @@ class DataParallel(nn.Module, abc.ABC):
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
+            **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
             ValueError: If there is no process group yet, nothing to train, the module is wrapped or on the meta device,
-                an option is out of range, or ranks have other versions, strategies, parameters, buffers or plans.
+                an option is unknown or out of range, or ranks have other versions, strategies, parameters, buffers or
+                plans.
         """
         name = type(self).__name__
         check_module(name, module)
+        if unknown := ddp_options.keys() - HARMLESS:
+            raise ValueError(f"{name} has no option {min(unknown)}; the caps of buckets are bucket_mb, if it has any")
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
         super().__init__()

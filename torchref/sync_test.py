@@ -153,6 +153,8 @@ def set_by_hand(name):
 def bad_input():
     with pytest.raises(ValueError, match=r"sync \(='step'\) must be 'finish' or 'backward'"):
         torchref.NaiveDDP(model(), sync="step")
+    with pytest.raises(ValueError, match="BucketedDDP has no option bucket_cap_mb; the caps of buckets are bucket_mb"):
+        torchref.BucketedDDP(model(), bucket_cap_mb=25, device_ids=None)
     with pytest.raises(ValueError, match=r"sync \(='finish' in rank 1\) must be 'backward', as in rank 0"):
         torchref.NaiveDDP(model(), sync="finish" if dist.get_rank() else "backward")
     net, tx = wrap("naive", model())

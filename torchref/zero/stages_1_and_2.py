@@ -28,7 +28,7 @@ from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.in_flight import InFlight
 from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..gradients import PartialGradient, ResumedGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, Sync, register, resolve_bucket_mb, weakly
+from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -60,7 +60,6 @@ class ZeRO1(DataParallel):
         bucket_size_mb: BucketMb = "default",
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
-        sync: Sync = "finish",
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -73,10 +72,9 @@ class ZeRO1(DataParallel):
                 parameters in one group when None.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            process_group: As for ``DataParallel``, and so ``broadcast_buffers`` and ``sync``.
+            process_group: As for ``DataParallel``, and so ``broadcast_buffers``.
             broadcast_buffers: See there.
-            sync: See there.
-            **kwargs: For ``optimizer_cls``.
+            **kwargs: For ``optimizer_cls``; ``sync`` and the options of ``DistributedDataParallel`` as there.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
@@ -86,7 +84,8 @@ class ZeRO1(DataParallel):
         """
         self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
         groups = None if params is None else as_groups(params)
-        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, sync=sync)
+        of_wrapper = {name: kwargs.pop(name) for name in {"sync", *HARMLESS} & kwargs.keys()}
+        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, **of_wrapper)
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
