@@ -209,10 +209,8 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
     row = None
     if has_row:
         held = [local[place] for place in places]
-        local, row = (
-            _put(local, places, lax.stop_gradient(held)),
-            _gradients_from_rows(tuple(one.shape for one in held), held),
-        )
+        row = _gradients_from_rows(tuple(one.shape for one in held), held)
+        local = _put(local, places, lax.stop_gradient(held))
     carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
     return [*carry, *results]
 
