@@ -37,6 +37,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,13 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 
 # (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
+_Row = tuple[str, int, float, float]  # kind, ranks, bytes of the full buffer, seconds
 Curves = tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
 _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
-_AS_MEASURED = {"h200": "h100"}  # the same links
+# Of these only an all-reduce of 8 was measured. The rest is taken from a chip whose links are so many times as fast. If
+# this one's are slower, its switch does not sum either: an all-reduce is a reduce-scatter and an all-gather.
+_LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 
 
 @dataclass(frozen=True)
@@ -230,11 +234,12 @@ def _between_share(kind: str, local: int, group: Sequence[int]) -> float:
     return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (len(group) - 1) / len(group)) / local
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "") -> Network:
+def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Between hosts, as in ``"h100:4x8"``, ``host_gb_per_s`` is what a rank sends; or ``fabric`` names what was measured:
-    ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
+    ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO. ``without_own`` leaves out what was measured of an A100 or
+    H200 itself, to see how far what is taken from the H100 carries.
 
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
@@ -247,13 +252,13 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "")
     if parts is None:
         raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
     name, hosts, devices = parts.groups()
-    found = json.loads(_MEASURED.read_text())
-    if (chip := _AS_MEASURED.get(name, name)) not in found["us"]:
+    found = _measurements()
+    if not is_measured(name):
         raise ValueError(f"chip (={name!r}) must be one whose collectives were measured: {', '.join(found['us'])}")
-    network = _of_rows(_rows_of_table(found["us"][chip]), f"XLA's own table of one host with {chip.upper()}")
+    network = _of_rows(*_rows_of_chip(name, without_own))
     if fabric:
         table = found["fabrics"].get(fabric)
-        if table is None or (chip, int(devices)) != (table["chip"], table["devices_per_host"]):
+        if table is None or (name, int(devices)) != (table["chip"], table["devices_per_host"]):
             known = ", ".join(
                 f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in found["fabrics"].items()
             )
@@ -264,6 +269,34 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "")
     if hosts not in (None, "1") and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=int(devices))
+
+
+def is_measured(chip: str) -> bool:
+    """Whether ``measured`` knows a chip."""
+    return chip in _measurements()["us"]
+
+
+def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
+    """A chip's rows, and where they come from."""
+    tables = _measurements()["us"]
+    if chip not in _LIKE:
+        return _rows_of_table(tables[chip]), f"XLA's own table of one host with {chip.upper()}"
+    like, ratio = _LIKE[chip]
+    others = {(kind, ranks, size / ratio): seconds for kind, ranks, size, seconds in _rows_of_table(tables[like])}
+    if ratio != 1:
+        gathers = {key[1:]: seconds for key, seconds in others.items() if key[0] == "all-gather"}
+        scatters = {key[1:]: seconds for key, seconds in others.items() if key[0] == "reduce-scatter"}
+        others = {key: seconds for key, seconds in others.items() if key[0] != "all-reduce"}
+        others |= {("all-reduce", *key): gathers[key] + scatters[key] for key in gathers.keys() & scatters.keys()}
+    own = [] if without_own else _rows_of_table(tables[chip])
+    known = {row[:2] for row in own}
+    taken = [(*key, seconds) for key, seconds in others.items() if key[:2] not in known]
+    return own + taken, f"8 x {chip.upper()} (stas00/ml-engineering), the rest extrapolated from XLA's {like.upper()}"
+
+
+@cache
+def _measurements() -> Any:
+    return json.loads(_MEASURED.read_text())
 
 
 def from_file(path: str | Path) -> Network:
@@ -288,14 +321,14 @@ def from_file(path: str | Path) -> Network:
     return _of_rows(rows, str(path))
 
 
-def _rows_of_table(table: Any) -> list[tuple[str, int, float, float]]:
+def _rows_of_table(table: Any) -> list[_Row]:
     return [
         (kind, int(ranks), float(size), us * 1e-6)
         for kind, by_ranks in table.items() for ranks, rows in by_ranks.items() for size, us in rows
     ]  # fmt: skip
 
 
-def _rows_of_run(rows: Iterable[Any]) -> list[tuple[str, int, float, float]]:
+def _rows_of_run(rows: Iterable[Any]) -> list[_Row]:
     right = (row for row in rows if row.get("check") == "ok" and row.get("collective") and row.get("median_ms"))
     return [
         (row["collective"].replace("_", "-"), int(row["num_ranks"]), float(row["size_bytes"]), row["median_ms"] * 1e-3)
@@ -303,8 +336,11 @@ def _rows_of_run(rows: Iterable[Any]) -> list[tuple[str, int, float, float]]:
     ]
 
 
-def _of_rows(rows: Sequence[tuple[str, int, float, float]], source: str) -> Network:
-    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
+def _of_rows(rows: Sequence[_Row], source: str) -> Network:
+    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one.
+
+    They are the rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
+    """
     curves: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kind, ranks, size, seconds in rows:
         if kind in _VOLUMES:
@@ -319,7 +355,8 @@ def _of_rows(rows: Sequence[tuple[str, int, float, float]], source: str) -> Netw
     kind, ranks = max(found, key=lambda key: (key[0] == "all-reduce", key[1]))
     size, seconds = found[kind, ranks][-1]
     sent = bus_factor(kind, ranks) * size
-    latency_us = min(seconds for _, seconds in found[kind, ranks]) * 1e6
+    small, small_s = next((row for row in found[kind, ranks][:-1] if row[0] >= 2**20), found[kind, ranks][0])
+    latency_us = max(small_s - seconds * small / size, 0.0) * 1e6
     if sent / seconds > _FASTEST_GB_PER_S * GB:
         raise ValueError(f"{source}: times must be microseconds: {sent / seconds / GB:,.0f} GB/s a rank is no network")
     return Network(

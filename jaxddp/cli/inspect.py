@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -47,12 +46,14 @@ def add_parser(commands: Any) -> None:
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are "
         "h100, h200, a100, b200 and v5p; plan alone knows gb200, gb300, v6e and v7x (default: h100:8)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
-        "hosts if there are several, else to the others of its own (default: the published links)")  # fmt: skip
+        "hosts if there are several, else to the others of its own (default: what was measured of the chip, or its "
+        "published links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: a run folder of python -m benchmarks "
-        "collectives, a JSON file, or 'measured', XLA's table of the chip (default: two assumed numbers)")  # fmt: skip
-    add("--peaks", action="store_true", help="simulate with the published peaks of products and memory (default: with "
-        "the rates that were measured, where they were)")  # fmt: skip
-    add("--latency-us", type=float, default=15.0, metavar="US", help="microseconds per all-reduce (default: 15)")
+        "collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: what was measured of the chip, "
+        "or two numbers)")  # fmt: skip
+    add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
+        "with what was measured, where it was)")  # fmt: skip
+    add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
         "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
@@ -87,16 +88,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     from jax.numpy import bfloat16
 
-    from .. import targets
     from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
     from ..planning.machine import network_of
-    from ..planning.products import as_measured
+    from ..planning.machine import target as machine_of
     from ..registry import make_strategy
     from .inspect_console import as_json, show
 
-    target = targets.target(arguments.target or "h100:8")
-    if not arguments.peaks:
-        target = replace(target, chip=as_measured(target.chip))
+    target = machine_of(arguments.target or "h100:8", peaks=arguments.peaks)
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}

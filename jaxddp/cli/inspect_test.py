@@ -56,7 +56,8 @@ def test_json_is_one_object_with_every_key(printed):
     assert [each["strategy"] for each in all_found] == ["bucketed", "auto"]
     for each in all_found:
         assert set(each) >= set(KEYS)
-        assert (each["target"], each["devices"], each["network_gb_per_s"]) == ("h100:8", 8, 450.0)
+        assert (each["target"], each["devices"]) == ("h100:8", 8)
+        assert each["network"].startswith("network: as measured, XLA's own table")
         assert all(set(collective) == {"kind", "bytes"} for collective in each["planned"] + each["compiled"])
         compiled = sorted((collective["kind"], collective["bytes"]) for collective in each["compiled"])
         planned = sorted((collective["kind"], collective["bytes"]) for collective in each["planned"])
@@ -107,7 +108,7 @@ def test_several_hosts_take_the_given_network_between_them(folder, printed, caps
     dump = str(folder / "own.hlo")
     found = {}
     for arguments in ("h100:8", "h100:2x4", "h100:2x4 --network-gb-per-s 5", "h100:2x4 --latency-us 0"):
-        assert main(["inspect", "--hlo", dump, "--json", "--target", *arguments.split()]) == 0
+        assert main(["inspect", "--hlo", dump, "--json", "--peaks", "--target", *arguments.split()]) == 0
         found[arguments] = json.loads(capsys.readouterr().out)
     speeds = [each["network_gb_per_s"] for each in found.values()]
     assert speeds == [CHIPS["h100"].link_gb_per_s, CHIPS["h100"].host_link_gb_per_s, 5.0, 50.0]
@@ -124,12 +125,19 @@ def test_several_hosts_take_the_given_network_between_them(folder, printed, caps
     ]
 
 
-def test_a_measured_network_replaces_the_assumed_one(folder, printed, capsys):
+def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(folder, capsys):
     dump = str(folder / "own.hlo")
-    assert main(["inspect", "--hlo", dump, "--json", "--network-file", "measured"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["network"].startswith("network: as measured, ") and found["notes"] == []
-    assert found["comm_ms"] > 3 * json.loads(printed)["comm_ms"] / 2  # small calls take longer than 15 us
+    found = {}
+    for options in ("", "--network-file measured", "--latency-us 15", "--peaks", "--target h100:2x4"):
+        assert main(["inspect", "--hlo", dump, "--json", *options.split()]) == 0
+        found[options] = json.loads(capsys.readouterr().out)
+    assert found[""] == found["--network-file measured"] and found[""]["notes"] == []
+    assert found["--latency-us 15"]["network"] == found["--peaks"]["network"]
+    assert found["--peaks"]["network"].startswith("network, assumed: 450 GB/s a device as published")
+    assert found[""]["comm_ms"] > 3 * found["--peaks"]["comm_ms"] / 2  # small calls take longer than 15 us
+    over_hosts = found["--target h100:2x4"]
+    assert over_hosts["network"].endswith("between hosts 50 GB/s as published")
+    assert any("all-reduce between hosts was not measured" in note for note in over_hosts["notes"])
     assert main(["inspect", "--hlo", dump, "--json", "--network-file", "measured", "--network-gb-per-s", "50"]) == 2
     assert "gb_per_s (=50) must be left out with --network-file" in capsys.readouterr().err
 

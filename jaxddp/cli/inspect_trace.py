@@ -11,8 +11,7 @@ from typing import Any
 from ..instruments.collectives import in_bytes
 from ..instruments.trace import Alike, Trace, read_trace
 from ..network import KINDS, Network
-from ..planning.chips import target
-from ..planning.machine import network_in_words, network_of
+from ..planning.machine import network_in_words, network_of, target
 from ..table import paragraph, table
 
 _NUM_KERNELS = 10

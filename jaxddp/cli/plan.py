@@ -56,15 +56,15 @@ def add_parser(commands: Any) -> None:
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
     hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
-    hardware("--peaks", action="store_true", help="published peaks of products and memory (default: measured rates, "
-             "where they are known)")  # fmt: skip
+    hardware("--peaks", action="store_true", help="published peaks of products, memory and links (default: what was "
+             "measured of them, where it was)")  # fmt: skip
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can send within "
              "its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
     hardware("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
     hardware("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; their rate and "
              "latency replace --link-gb-per-s and --latency-us")  # fmt: skip
-    hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: 15)")
+    hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
 
     assumed = parser.add_argument_group("assumptions of compute-bound").add_argument
     assumed("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same time (default: "
@@ -95,16 +95,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _job(arguments: argparse.Namespace) -> Any:
     from ..communication.buckets import dtype_bytes
     from ..planning import formulas
-    from ..planning.chips import target
-    from ..planning.machine import cluster_of
+    from ..planning.machine import cluster_of, target
     from ..planning.plan import TrainingJob
-    from ..planning.products import as_measured
 
     workload, sequence_length = _workload(arguments)
     is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
-    machine = target(_DEFAULT_TARGET if arguments.target is None else arguments.target)
-    if not arguments.peaks:
-        machine = replace(machine, chip=as_measured(machine.chip))
+    machine = target(_DEFAULT_TARGET if arguments.target is None else arguments.target, peaks=arguments.peaks)
     for name in ("fsdp", "tp"):
         if (value := getattr(arguments, name)) is not None:
             check_integer(name, value)

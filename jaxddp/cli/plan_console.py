@@ -94,6 +94,7 @@ def as_json(plan: Plan, model: str) -> dict[str, Any]:
             "rates": job.cluster.chip and rates_in_words(job.cluster.chip),
             "link_gb_per_s": job.cluster.network.gb_per_s,
             "latency_us": job.cluster.network.latency_us,
+            "network_source": job.cluster.network.source,
         },
         "notes": _notes(plan),
     }  # fmt: skip
@@ -107,7 +108,8 @@ def _assumptions(plan: Plan) -> str:
         f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
         f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
         f"{given.element_bytes:g} bytes per element sent and kept",
-        f"{cluster.network.gb_per_s:g} GB/s a device and {cluster.network.latency_us:g} us a call",
+        f"{cluster.network.gb_per_s:.4g} GB/s a device and {cluster.network.latency_us:.3g} us a call"
+        + (f", measured ({cluster.network.source})" if cluster.network.source else ""),
         f"products in {cluster.products or 'any dtype'} at {plan.flops_per_s:g} FLOP/s",
         *([rates_in_words(cluster.chip)] if cluster.chip else []),
         f"{held} bytes a parameter (value, gradient, optimizer, sum of micro-batches)",

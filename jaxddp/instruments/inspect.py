@@ -20,7 +20,8 @@ from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of
-from ..planning.products import as_measured, rates_in_words
+from ..planning.machine import target as machine_of
+from ..planning.products import rates_in_words
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -192,8 +193,8 @@ def inspect(
             strategies with options of their own.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         bucket_mb: Bucket cap in MiB of the strategies that take one.
-        network: How fast ranks send; the published links of the target if None.
-        peaks: Whether to simulate with published peaks of products and memory, where measured rates are known.
+        network: How fast ranks send; that of ``planning.machine.network_of`` if None.
+        peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
         replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
             many groups and summed across.
         model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
@@ -206,9 +207,7 @@ def inspect(
         ValueError: If a strategy or the target is unknown, ``bucket_mb`` or ``replicas`` applies to none of them,
             ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
-    machine = targets.target(target)
-    if not peaks:
-        machine = replace(machine, chip=as_measured(machine.chip))
+    machine = machine_of(target, peaks=peaks)
     training = Training(loss_fn, optimizer, params, batch, options, model_state)
     network = network or network_of(machine)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies

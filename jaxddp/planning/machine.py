@@ -18,12 +18,20 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..arguments import check_positive
-from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
+from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, is_measured, measured
+from . import chips
 from .chips import Chip, Target
 from .formulas import DeviceRates
+from .products import as_measured
 
 _BOOK_FLOPS_PER_S = {("v5p", "bfloat16"): 4.6e14}
 _BOOK_GB_PER_S = {"v5p": 180.0}  # of one axis of the torus, both directions together
+
+
+def target(spec: str, *, peaks: bool = False) -> Target:
+    """A target with the rates that were measured of its chip, or with published peaks; see ``chips.target``."""
+    found = chips.target(spec)
+    return found if peaks else replace(found, chip=as_measured(found.chip))
 
 
 def network_of(
@@ -33,7 +41,10 @@ def network_of(
     latency_us: float | None = None,
     file: str | None = None,
 ) -> Network:
-    """A target's network: its published links, apart from what is given.
+    """A target's network.
+
+    Of a target with measured rates whose collectives were measured, it is these curves within a host, unless a speed
+    there or a latency is given. Otherwise it is two numbers: the published links, apart from what is given.
 
     Args:
         target: Chips and hosts.
@@ -49,6 +60,8 @@ def network_of(
     chip, is_one = target.chip, target.num_hosts == 1 or target.platform == "tpu"
     between = None if is_one else chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
     per_host = None if is_one else target.devices_per_host
+    if chip.is_measured and is_measured(chip.name) and gb_per_s is latency_us is file is None:
+        file = "measured"
     if file is None:
         speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
