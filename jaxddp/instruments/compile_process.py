@@ -4,7 +4,7 @@ Plugins, platforms and XLA's flags belong to a whole process, so each compilatio
 and imports nothing of this package: JAX starts here with the environment that the parent chose.
 
     standard input     a pickled ``dict``: the request
-    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
+    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``; see ``_watch``
     argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
 """
 
@@ -15,6 +15,8 @@ import os
 import pickle
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -24,7 +26,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: ``disabled_plugins``, ``topology`` (arguments of ``get_topology_desc``), ``exported`` (bytes),
             ``axis_names``, ``shape``, ``donate_argnums`` (of the flat arguments), ``compiler_options``,
-            ``enable_x64``.
+            ``enable_x64``, ``text_folder`` (None, or where the TPU compiler writes the module, which is wanted alone).
 
     Returns:
         ``text`` and ``memory`` of the compiled program.
@@ -60,18 +62,37 @@ def _end_with(pipe: int) -> None:
     os._exit(1)
 
 
+def _watch(folder: Path, answer: Any) -> None:
+    """Answers with the scheduled module alone as soon as the TPU compiler has written it to a folder.
+
+    That is a quarter of its time; then it generates the code of every fusion, in which no collective changes.
+    """
+    text = ""
+    while not ("\nENTRY " in text and text.endswith("}\n\n")):  # the last computation, and whole
+        time.sleep(0.1)
+        text = "".join(path.read_text() for path in folder.glob("*-TLP-hlo.txt"))
+    answer("compiled", {"text": text, "memory": {}})
+
+
 def _main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     # Keeps the compilers' output out of the answer.
-    answer_to = os.fdopen(os.dup(1), "wb")
+    answer_to, is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
     os.dup2(2, 1)
+
+    def answer(kind: str, content: Any) -> None:
+        is_answered.acquire()  # once
+        pickle.dump((kind, content), answer_to)
+        answer_to.flush()
+        os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+
     try:
-        answer: tuple[str, Any] = ("compiled", compile_request(pickle.load(sys.stdin.buffer)))
+        request = pickle.load(sys.stdin.buffer)
+        if folder := request["text_folder"]:
+            threading.Thread(target=_watch, args=(Path(folder), answer), daemon=True).start()
+        answer("compiled", compile_request(request))
     except Exception as error:
-        answer = ("refused", f"{type(error).__name__}: {error}")
-    pickle.dump(answer, answer_to)
-    answer_to.flush()
-    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+        answer("refused", f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

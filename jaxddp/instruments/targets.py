@@ -20,6 +20,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,11 +83,15 @@ def start_compile_for_target(
 
 def compile_jitted(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
-) -> TargetProgram:
+) -> str:
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
+    Returns:
+        The scheduled HLO module.
+
     Raises:
-        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size.
+        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size. On TPUs, whose
+            compiler is not waited for after the module, a program that needs too much memory may pass.
     """
     if mesh is None:
         raise TargetError(
@@ -101,7 +106,11 @@ def compile_jitted(
     if not isinstance(jitted, jax.stages.Wrapped) or not hasattr(traced, "_params"):
         raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
     options = dict(traced._params.get("compiler_options_kvs", ()))  # no public name has them
-    return _start(target, jitted, args, kwargs, mesh, traced.donate_argnums, options).result()
+    start = partial(_start, target, jitted, args, kwargs, mesh, traced.donate_argnums, options)
+    if target.platform != "tpu":
+        return start().result().as_text()
+    with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
+        return start(text_folder=folder).result().as_text()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -120,7 +129,7 @@ def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruc
 
 def _start(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
-    donated: Sequence[int], compiler_options: Mapping[str, Any] | None,
+    donated: Sequence[int], compiler_options: Mapping[str, Any] | None, text_folder: str | None = None,
 ) -> Pending:  # fmt: skip
     """Lowers a jitted function, serializes it, and starts the process that compiles it; donated leaves by number."""
     check_installed(target)
@@ -145,8 +154,13 @@ def _start(
         "donate_argnums": list(donated),
         "compiler_options": dict(compiler_options or {}),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
+        "text_folder": text_folder,
     }
-    return Pending(target, request, os.environ | topology_environment(target))
+    environment = os.environ | topology_environment(target)
+    if text_folder is not None:
+        given = environment.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
+    return Pending(target, request, environment)
 
 
 def compile_for_target(
@@ -279,6 +293,11 @@ device_description_str: "{gpu.description}"
 """
 
 
+# Of what libtpu can write while it compiles, the optimized and scheduled module alone.
+_WRITE_TEXT = (
+    "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
+    " --xla_jf_dump_llo_pass_label_regex=nothing"
+)
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
