@@ -319,16 +319,13 @@ def best_split(
 
 
 class Fit(NamedTuple):
-    """Latency o and algorithm bandwidth w of a sweep, their standard errors (nan for two points), and residuals.
+    """Latency o and algorithm bandwidth w of a sweep, and residuals: fitted over measured time, minus 1.
 
-    Residuals are fitted over measured time, minus 1. A negative latency means that the model does not describe the
-    sweep.
+    A negative latency means that the model does not describe the sweep.
     """
 
     latency_s: float
     bytes_per_s: float
-    latency_error_s: float
-    bytes_per_s_error: float
     residuals: np.ndarray
 
 
@@ -353,10 +350,4 @@ def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
     if seconds_per_byte <= 0:
         raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
     residuals = columns @ (latency, seconds_per_byte) - 1
-    errors = [math.nan, math.nan]
-    if (spare := len(time) - 2) > 0:
-        covariance = np.linalg.inv((columns / scale).T @ (columns / scale)) * (residuals @ residuals) / spare
-        errors = np.sqrt(np.diag(covariance)) / scale
-    return Fit(
-        float(latency), float(1 / seconds_per_byte), float(errors[0]), float(errors[1] / seconds_per_byte**2), residuals
-    )
+    return Fit(float(latency), float(1 / seconds_per_byte), residuals)
