@@ -192,7 +192,7 @@ def test_a_program_of_simulated_devices_is_compiled_for_a_target(chip):
 def test_what_is_donated_of_a_jitted_function_is_donated_on_a_target(monkeypatch):
     requests = []
     monkeypatch.setattr(targets, "Pending", lambda target, request, environment: requests.append(request) or one)
-    one = SimpleNamespace(result=lambda: None)
+    one = SimpleNamespace(result=lambda: SimpleNamespace(as_text=str))
     over = jaxddp.targets.mesh("h100:4")
     state = {"a": shape(4, over=over), "b": shape(8, over=over)}
     step = jax.jit(lambda state, x: (jax.tree.map(lambda leaf: leaf + x.sum(), state), x.sum()), donate_argnums=0)
