@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .communication.axes import Axis, shard_axis
+from .communication.collectives import Axis
 from .communication.sharding import Cut
 
 
@@ -80,7 +80,7 @@ class Leaf:
 
     def rank_spec(self, axis: Axis) -> PartitionSpec:
         """How the array lies over the ranks, for ``shard_map``."""
-        return self.cut.spec(shard_axis(axis)) if self.cut else PartitionSpec()
+        return self.cut.spec(axis if isinstance(axis, str) else axis[-1]) if self.cut else PartitionSpec()
 
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""

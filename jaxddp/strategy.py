@@ -14,7 +14,7 @@ what others need to know is in its plan and its layout.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,9 +22,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .communication.axes import Axis, shard_axis
 from .communication.buckets import BucketPlan, TensorSpec
-from .communication.collectives import silent
+from .communication.collectives import Axis, silent
 from .communication.reduction import Means
 from .communication.sharding import Cut
 from .scopes import OTHER_AXES_SCOPE
@@ -65,19 +64,22 @@ class Ranks:
         num_ranks: Along all of these.
         num_shards: Along the last one.
         other_axes: Axes of the mesh that are XLA's, along which parameters may be split.
-        specs: How parameters are split along those, by name.
+        shard_axis: The last one, over which state is sharded.
+        replica_axes: The others, along which shards are replicated.
     """
 
     axis: Axis
     num_ranks: int
     num_shards: int
     other_axes: tuple[str, ...] = ()
-    specs: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    shard_axis: str = field(init=False)
+    replica_axes: tuple[str, ...] = field(init=False)
 
-    @property
-    def shard_axis(self) -> str:
-        """The axis over which state is sharded."""
-        return shard_axis(self.axis)
+    def __post_init__(self) -> None:
+        """Takes the axes apart."""
+        *replica_axes, shard_axis = (self.axis,) if isinstance(self.axis, str) else self.axis
+        object.__setattr__(self, "shard_axis", shard_axis)
+        object.__setattr__(self, "replica_axes", tuple(replica_axes))
 
     def on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Maps a function over the devices of a rank, each of which has blocks of its own; itself if it has one."""
@@ -107,6 +109,8 @@ class Layout:
         cuts: How parameters that are updated by shards are cut, by name.
         dtypes: Dtypes in which parameters are updated, by name.
         grad_dtypes: Dtypes in which gradients are added up, by name.
+        specs: How parameters lie along the other axes, by name.
+        shard_specs: How what is updated, a shard or all of it, lies along them, by name.
     """
 
     ranks: Ranks
@@ -122,6 +126,8 @@ class Layout:
     cuts: dict[str, Cut] = field(init=False)
     dtypes: dict[str, Any] = field(init=False)
     grad_dtypes: dict[str, Any] = field(init=False)
+    specs: dict[str, PartitionSpec] = field(init=False)
+    shard_specs: dict[str, PartitionSpec] = field(init=False)
 
     def __post_init__(self) -> None:
         """Works out what is looked up by name."""
@@ -131,17 +137,14 @@ class Layout:
             ("cuts", {name: leaf.cut for name, leaf in updated.items() if leaf.cut}),
             ("dtypes", {name: leaf.dtype for name, leaf in updated.items()}),
             ("grad_dtypes", {name: self.grad_dtype or leaf.dtype for name, leaf in updated.items()}),
+            ("specs", {name: leaf.spec for name, leaf in updated.items()}),
+            ("shard_specs", {name: leaf.shard_spec for name, leaf in updated.items()}),
         ):
             object.__setattr__(self, name, found)
 
     def whole(self) -> Any:
         """Describes the full parameters, in the dtypes in which they are updated."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.updated)
-
-    def spec(self, name: str, *, is_shard: bool) -> PartitionSpec:
-        """How a parameter, or its shard, lies along the other axes."""
-        leaf = named_leaves(self.updated)[name]
-        return leaf.shard_spec if is_shard else leaf.spec
 
 
 class Strategy(NamedTuple):
@@ -218,6 +221,21 @@ def with_masters(layout: Layout, compute_dtype: Any) -> Layout:
         opt_state=Masters(split(layout.updated, layout.trainable)[0], layout.opt_state),
         optimizer=Optimizer(lambda params: Masters(params, inner.init(params)), step),
     )
+
+
+def on_blocks(strategy: Strategy, layout: Layout) -> Strategy:
+    """The strategy where a rank has several devices, each of which reduces the gradients of its own blocks."""
+
+    def reduce(grads: Any, plan: BucketPlan, layout: Layout, divisor: Any, number: Any = None) -> Means:
+        def on_device(grads: Any, divisor: Any, number: Any) -> dict[str, jax.Array]:
+            return strategy.reduce(grads, plan, layout, divisor, number).grads
+
+        given = {name: (layout.shard_specs if name in layout.held else layout.specs)[name] for name in grads}
+        found = {name: layout.shard_specs[name] for name in grads}
+        mapped = layout.ranks.on_devices(on_device, (given, PartitionSpec(), PartitionSpec()), found)
+        return Means(mapped(dict(grads), divisor, number))
+
+    return strategy._replace(reduce=reduce) if layout.ranks.other_axes else strategy
 
 
 def without_communication(strategy: Strategy) -> Strategy:

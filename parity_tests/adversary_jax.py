@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication.axes import as_varying
+from jaxddp.communication.collectives import as_varying
 from jaxddp.communication.planned import plan_trace, planned_collectives, trace_gradients
 from jaxddp.loss import partial_loss
 

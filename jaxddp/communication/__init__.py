@@ -1,7 +1,6 @@
 """How gradients and shards are communicated.
 
 collectives.py      all-reduce, reduce-scatter, all-gather and the others, one collective operation each
-axes.py             mesh axes while a program is traced: their ranks, what varies over them, the platform
 ring.py             the ring algorithms, built from sends to a neighbour
 gloo.py             collectives of shards for processes on CPUs, where XLA's may give wrong sums, or are slow
 buckets.py          plans the buckets; needs no framework, torchref uses it too

@@ -19,6 +19,7 @@ from .buckets import MIB, Bucket, TensorSpec
 
 # Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
 LARGE_BYTES = MIB
+MAX_JOINED = 256  # XLA's limit
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
@@ -32,12 +33,16 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.concatenate([tensors[tensor.name].reshape(-1) for tensor in bucket.tensors])
 
 
-def unpack(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Splits a buffer into the tensors of its bucket.
+def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket.
 
     Returns:
         Arrays by name, each of its tensor's shape.
     """
+    if isinstance(buffer, tuple):
+        large, small = _by_size(bucket)
+        tensors = {tensor.name: part for tensor, part in zip(large, buffer, strict=False)}
+        return tensors | unpack(small, buffer[-1]) if small.tensors else tensors
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
     tensors, offset = {}, 0
@@ -47,17 +52,15 @@ def unpack(bucket: Bucket, buffer: jax.Array) -> dict[str, jax.Array]:
     return tensors
 
 
-def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Gives the large tensors of a bucket as they are, in its order, and after them a buffer of all small ones."""
+def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
+    """Gives the large tensors of a bucket as they are, in its order, and after them a buffer of all small ones.
+
+    One all-reduce takes at most ``MAX_JOINED`` arrays; if there are more, all are packed.
+    """
     large, small = _by_size(bucket)
+    if len(large) + bool(small.tensors) > MAX_JOINED:
+        return pack(bucket, tensors)
     return (*(tensors[tensor.name] for tensor in large), *((pack(small, tensors),) if small.tensors else ()))
-
-
-def unpack_small(bucket: Bucket, parts: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-    """Gives the tensors of a bucket by name, of what ``pack_small`` returned."""
-    large, small = _by_size(bucket)
-    tensors = {tensor.name: part for tensor, part in zip(large, parts, strict=False)}
-    return tensors | unpack(small, parts[-1]) if small.tensors else tensors
 
 
 def _by_size(bucket: Bucket) -> tuple[list[TensorSpec], Bucket]:

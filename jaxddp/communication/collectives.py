@@ -36,13 +36,12 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..arguments import check_pairs, check_root, length_of_chunk
 from . import gloo
-from .axes import Axis, axis_size, traced_platform, varying
 
-MAX_JOINED = 256  # XLA's limit
+Axis = str | tuple[str, ...]
+"""The name of a mesh axis, or of several, whose ranks are numbered in that order."""
 
 _silent: ContextVar[bool] = ContextVar("jaxddp_silent", default=False)
 
@@ -92,16 +91,41 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
     return x if is_silent() else lax.psum(x, axis)
 
 
-def all_reduce_as_one(x: Any, axis: Axis, key: str) -> Any:
-    """Sums an array, or a tuple of arrays of one dtype, over the ranks in one call, where ``joins_arrays``.
+def axis_size(axis: Axis) -> int:
+    """Counts the ranks of a mesh axis.
 
-    Without copies: XLA joins reductions of one key, at most ``MAX_JOINED``, to one of several operands, which NCCL gets
-    as one group. ``jaxddp.compile_options`` keep those of other keys apart.
+    Raises:
+        ValueError: If the caller is not inside of a map over it.
     """
-    if is_silent():
-        return x
-    with set_xla_metadata(combiner_key=key):
-        return lax.psum(x, axis)
+    try:
+        return lax.axis_size(axis)
+    except (NameError, TypeError, ValueError) as error:
+        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
+
+
+def traced_platform() -> str:
+    """The platform of the mesh that is being traced for, or else of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which an array may vary, or is one of the terms of a sum; none where ``check_vma`` is off."""
+    kind = jax.typeof(x)
+    if not hasattr(kind, "manual_axis_type"):
+        return frozenset(kind.vma)
+    return frozenset(kind.manual_axis_type.varying | kind.manual_axis_type.unreduced)
+
+
+def as_varying(tree: Any, axis: Axis) -> Any:
+    """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
+    axes = (axis,) if isinstance(axis, str) else axis
+
+    def declare(leaf: jax.Array) -> jax.Array:
+        missing = tuple(name for name in axes if name not in varying(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(declare, tree)
 
 
 def joins_arrays() -> bool:
@@ -112,6 +136,15 @@ def joins_arrays() -> bool:
 def jaxlib_version() -> tuple[int, ...]:
     """The first three numbers of jaxlib's version."""
     return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
+
+
+def kind_of(kind: str, num_ranks: int, platform: str) -> str:
+    """The collective that implements a ``"reduce-scatter"``, an ``"all-gather"`` or an ``"all-to-all"`` here."""
+    if platform != "cpu" or not jax.distributed.is_initialized():
+        return kind
+    if num_ranks == 2:
+        return "all-reduce"  # see ``gloo.swap``
+    return "all-to-all" if kind == "reduce-scatter" else kind
 
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
@@ -132,7 +165,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         return x[:chunk_length]
     if is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
-    match gloo.kind_of("reduce-scatter", num_ranks, traced_platform()):
+    match kind_of("reduce-scatter", num_ranks, traced_platform()):
         case "all-reduce":
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
@@ -166,7 +199,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
         bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
         return lax.bitcast_convert_type(bits, x.dtype)
     # Under check_vma, only what comes out of a collective counts as equal.
-    is_swap = gloo.kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce"
+    is_swap = kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce"
     if is_swap and not (equal and varying(lax.axis_index(axis))):
         return gloo.gather_by_swap(x, axis)
     return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")

@@ -39,15 +39,6 @@ from jax import lax
 _WORD = jnp.uint32
 
 
-def kind_of(kind: str, num_ranks: int, platform: str) -> str:
-    """The collective that implements a ``"reduce-scatter"``, an ``"all-gather"`` or an ``"all-to-all"`` here."""
-    if platform != "cpu" or not jax.distributed.is_initialized():
-        return kind
-    if num_ranks == 2:
-        return "all-reduce"  # see ``swap``
-    return "all-to-all" if kind == "reduce-scatter" else kind
-
-
 def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
     """Bytes of the all-reduce by which two ranks swap so many elements each.
 

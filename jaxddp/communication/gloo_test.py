@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from jaxddp.communication.gloo import kind_of
+from jaxddp.communication.collectives import kind_of
 from jaxddp.mesh_test import run_workers
 
 # XLA's own reduce-scatter is what gets these wrong.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .axes import Axis
+from .collectives import Axis
 
 Hook = Callable[[jax.Array, Axis], jax.Array]
 

@@ -17,9 +17,9 @@ from jax.interpreters import partial_eval
 from ..strategy import Ranks, Strategy
 from ..tree import named_leaves, tensor_specs
 from . import gloo
-from .axes import replica_axes
 from .backward_order import finishing_times, matmul_flops, zeros
 from .buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
+from .collectives import kind_of
 from .traced import Planned, traced_collectives, wire_bytes
 
 
@@ -181,7 +181,7 @@ def planned_along(
     """Lists what a plan communicates in one step, and along which mesh axes; arguments as ``planned_collectives``."""
     if ranks.num_ranks == 1 or not strategy.sends:
         return []
-    shards, replicas, num_shards = (ranks.shard_axis,), replica_axes(ranks.axis), ranks.num_shards
+    shards, replicas, num_shards = (ranks.shard_axis,), ranks.replica_axes, ranks.num_shards
 
     def scattered(bucket: Bucket) -> list[Planned]:
         elements = num_shards * bucket_width(bucket, num_shards)
@@ -237,7 +237,7 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
         >>> planned_exchange("reduce-scatter", 8, "float32", 2, "gpu")
         ('reduce-scatter', 32)
     """
-    compiled, width = gloo.kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
+    compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
     if compiled == "all-reduce":
         return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width

@@ -27,11 +27,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..scopes import SYNC_SCOPE
-from .axes import Axis, varying
 from .buckets import Bucket, BucketPlan
-from .collectives import joins_arrays
+from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
+
+
+def sends_uncopied(plan: BucketPlan) -> bool:
+    """Whether large gradients are sent as the backward writes them, and not packed."""
+    return plan.kind == "all-reduce" and joins_arrays() and not plan.after_backward
 
 
 class Wire(NamedTuple):

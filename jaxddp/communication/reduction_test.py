@@ -33,7 +33,7 @@ def test_means_and_their_squares(monkeypatch, wire):
     last = NUM_RANKS - 1  # whose part is the one that is padded
     wires = {
         "packed": Wire(buffers.pack, lambda buffer, key: buffer, buffers.unpack, unsent),
-        "as they are": Wire(buffers.pack_small, lambda buffer, key: buffer, buffers.unpack_small, unsent),
+        "as they are": Wire(buffers.pack_small, lambda buffer, key: buffer, buffers.unpack, unsent),
         "rows": Wire(
             lambda bucket, grads: pack_rows(bucket, grads, cuts),
             lambda rows, key: rows[last],
@@ -84,7 +84,7 @@ def test_large_tensors_are_sent_as_they_are_and_small_ones_packed_where_arrays_a
 
 def test_more_tensors_than_xla_joins_are_packed(monkeypatch):
     monkeypatch.setattr(buffers, "LARGE_BYTES", 4)
-    monkeypatch.setattr(replicated, "MAX_JOINED", 3)
+    monkeypatch.setattr(buffers, "MAX_JOINED", 3)
     grads = {name: np.ones((NUM_RANKS, 2), "f") for name in "abcd"}
     specs = [TensorSpec(name, (2,), "float32") for name in grads]
     for cap, expected in ((24 / 2**20, [(2,)] * 4), (None, [(8,)])):  # three and one tensor in a bucket, or all four

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .axes import Axis, replica_axes, shard_axis
 from .buckets import Bucket, chunk_elements
 from .collectives import all_reduce, reduce_scatter
 
@@ -44,6 +43,9 @@ class Cut:
         shape: Of the full tensor.
         num_ranks: Number of ranks N.
         dim: The dimension that is split; None if the tensor is flattened and padded.
+        shard_shape: Of one rank's shard: of as many dimensions as the tensor, and at least one.
+        global_shape: Of all ranks' shards as one array.
+        chunk: Elements of a shard, padding included.
 
     Example:
         >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
@@ -53,23 +55,21 @@ class Cut:
     shape: tuple[int, ...]
     num_ranks: int
     dim: int | None
+    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    chunk: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        """Shape of one rank's shard: of as many dimensions as the tensor, and at least one."""
-        if self.dim is None:
-            return (*(1,) * (len(self.shape) - 1), chunk_elements(math.prod(self.shape), self.num_ranks))
-        return _with(self.shape, self.dim, self.shape[self.dim] // self.num_ranks)
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of all ranks' shards as one array."""
-        return self.shape if self.dim is not None else _with(self.shard_shape, -1, self.num_ranks * self.chunk)
-
-    @property
-    def chunk(self) -> int:
-        """Elements of a shard, padding included."""
-        return math.prod(self.shard_shape)
+    def __post_init__(self) -> None:
+        """Works out the shapes."""
+        shape, dim = self.shape, self.dim
+        if dim is None:
+            ones, chunk = (1,) * (len(shape) - 1), chunk_elements(math.prod(shape), self.num_ranks)
+            shard_shape, global_shape = (*ones, chunk), (*ones, self.num_ranks * chunk)
+        else:
+            shard_shape, global_shape = (*shape[:dim], shape[dim] // self.num_ranks, *shape[dim + 1 :]), shape
+        object.__setattr__(self, "shard_shape", shard_shape)
+        object.__setattr__(self, "global_shape", global_shape)
+        object.__setattr__(self, "chunk", math.prod(shard_shape))
 
     def spec(self, axis: str) -> PartitionSpec:
         """How an array of ``global_shape`` lies over a mesh axis."""
@@ -155,22 +155,16 @@ def unpack_row(bucket: Bucket, row: jax.Array, cuts: Mapping[str, Cut]) -> dict[
     return {name: part.reshape(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
 
 
-def scatter_sum(x: jax.Array, axis: Axis) -> jax.Array:
-    """Sums ``[N k, ...]`` over all ranks; the r-th of the N ranks along the shard axis gets part r, ``[k, ...]``.
+def scatter_sum(x: jax.Array, axis: str, replica_axes: tuple[str, ...] = ()) -> jax.Array:
+    """Sums ``[N k, ...]`` over all ranks; the r-th of the N ranks along the axis gets part r, ``[k, ...]``.
 
-    It is a reduce-scatter along the shard axis, and an all-reduce of the part along the others, if there are any.
+    It is a reduce-scatter along the axis, and an all-reduce of the part along those of replicas, if there are any.
     """
-    part, replicas = reduce_scatter(x, shard_axis(axis)), replica_axes(axis)
-    return all_reduce(part, replicas) if replicas else part
+    part = reduce_scatter(x, axis)
+    return all_reduce(part, replica_axes) if replica_axes else part
 
 
 def _split(bucket: Bucket, buffer: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
     names = [tensor.name for tensor in bucket.tensors]
     ends = itertools.accumulate(cuts[name].chunk for name in names)
     return {name: buffer[..., end - cuts[name].chunk : end] for name, end in zip(names, ends, strict=True)}
-
-
-def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    changed = [*shape]
-    changed[dim] = size
-    return tuple(changed)

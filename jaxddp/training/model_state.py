@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..communication.axes import Axis
-from ..communication.collectives import all_reduce
+from ..communication.collectives import Axis, all_reduce
 from ..communication.traced import wire_bytes
 from ..scopes import MODEL_STATE_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Ranks

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..communication.axes import Axis
+from ..communication.collectives import Axis
 from ..layout import Leaf
 from ..tree import named_leaves
 from .validation import is_global

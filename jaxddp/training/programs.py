@@ -32,7 +32,7 @@ from ..layout import Leaf
 from ..mesh import platform_of
 from ..metrics import Measure
 from ..scopes import OTHER_AXES_SCOPE
-from ..strategy import Masters
+from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
 from . import step as steps
 from .step import Run, TrainState
@@ -90,7 +90,8 @@ class Programs:
             mesh: Of the ranks.
             nonfinite: As for ``Trainer``.
         """
-        self.layout, self.run = run.layout, run._replace(loss=run.strategy.full(run.loss, run.layout))
+        loss, strategy = run.strategy.full(run.loss, run.layout), on_blocks(run.strategy, run.layout)
+        self.layout, self.run = run.layout, run._replace(loss=loss, strategy=strategy)
         self.platform, self._mesh, self._nonfinite = platform_of(mesh), mesh, nonfinite
         self._compile, self._options = compiler_of(mesh), compile_options(run.strategy, self.platform)
         self._axis = axis = run.layout.ranks.axis

@@ -26,11 +26,10 @@ from jax.flatten_util import ravel_pytree
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
 from ..communication.planned import GradientTrace, trace_gradients
-from ..communication.reduction import Means, order_token, sum_of_squares
+from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
-from ..replicated import sends_uncopied
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split

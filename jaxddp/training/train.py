@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
-from ..communication.axes import shard_axis
 from ..communication.buckets import BucketPlan
 from ..communication.planned import GradientTrace
 from ..layout import whole
@@ -189,7 +188,7 @@ class Trainer:
         axes = (axis,) if isinstance(axis, str) else axis
         others = tuple(str(name) for name in self.mesh.axis_names if name not in axes)
         num_ranks = math.prod(self.mesh.shape[name] for name in axes)
-        return Ranks(axis, num_ranks, self.mesh.shape[shard_axis(axis)], others)
+        return Ranks(axis, num_ranks, self.mesh.shape[axes[-1]], others)
 
     @property
     def num_ranks(self) -> int:
@@ -587,8 +586,7 @@ class Trainer:
     def _describe(self, params: Any) -> Programs:
         """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
-        ranks = replace(self.ranks, specs={name: leaf.spec for name, leaf in named_leaves(leaves).items()})
-        layout = self.strategy.layout(leaves, one_line_errors(self.optimizer), ranks, self.trainable)
+        layout = self.strategy.layout(leaves, one_line_errors(self.optimizer), self.ranks, self.trainable)
         dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         trained = jax.tree.leaves(split(leaves, self.trainable)[0])
         if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):

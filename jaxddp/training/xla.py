@@ -11,7 +11,7 @@ Then a third is, which makes one kernel of a small loop, and aborts the process 
     GPU       gpu-{all-reduce,all-gather,reduce-scatter}-combiner  a threshold of 0 bytes; all-reduces, by their keys
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
 
-On GPUs the combiner itself makes a bucket's all-reduce, of the tensors that have its key (``all_reduce_as_one``), and
+On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``replicated.py``), and
 all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
 
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..communication.axes import traced_platform
-from ..communication.collectives import all_gather, is_silent, silent
+from ..communication.collectives import all_gather, is_silent, silent, traced_platform
 from ..communication.sharding import Cut, scatter_sum
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
@@ -140,7 +139,7 @@ def _reduce_scatter(shards: list[Shard], grads: list[jax.Array], ranks: Ranks) -
     def on_device(grads: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(shards, grads, strict=True)
         rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
-        parts = _split(scatter_sum(rows, ranks.axis), shards)
+        parts = _split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards)
         return [
             part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in zip(parts, shards, strict=True)
         ]

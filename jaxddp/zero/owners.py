@@ -51,10 +51,9 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.axes import traced_platform
 from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import Bucket, TensorSpec
-from ..communication.collectives import is_silent
+from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.owners import assign_owners
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..interpreter import called_program, interpret
@@ -424,7 +423,7 @@ def _row(bucket: Bucket, arrays: Mapping[str, jax.Array], width: int, dtype: str
 
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
     """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
-    if gloo.kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
+    if kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
         return gloo.all_to_all_by_swap(rows, axis)
     bits = traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
     sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows

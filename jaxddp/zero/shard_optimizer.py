@@ -14,8 +14,8 @@ import optax
 
 from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
 from ..clipping import on_shards
-from ..communication.axes import axis_size
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
+from ..communication.collectives import axis_size
 from ..communication.reduction import check_grads
 from ..communication.sharding import Cut
 from ..layout import Leaf

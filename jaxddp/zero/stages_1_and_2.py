@@ -41,12 +41,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.axes import traced_platform
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
-from ..communication.collectives import all_gather
+from ..communication.collectives import all_gather, traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
-from ..replicated import on_blocks
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import like, named_leaves, split
@@ -134,29 +132,25 @@ def reduce_scatter_grads(
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; this rank keeps its shards."""
     ranks, cuts = layout.ranks, layout.cuts
-
-    def own(name: str, grad: jax.Array) -> jax.Array:
-        return cuts[name].local_shard(grad, lax.axis_index(ranks.shard_axis)) * ranks.num_ranks
-
     wire = Wire(
         pack=lambda bucket, grads: pack_rows(bucket, grads, cuts),
-        send=lambda buffer, key: scatter_sum(buffer, ranks.axis)[0],
+        send=lambda buffer, key: scatter_sum(buffer, ranks.shard_axis, ranks.replica_axes)[0],
         unpack=lambda bucket, row: unpack_row(bucket, row, cuts),
-        unsent=own,
+        unsent=lambda name, grad: cuts[name].local_shard(grad, lax.axis_index(ranks.shard_axis)) * ranks.num_ranks,
     )
-    return on_blocks(partial(reduce_buckets, plan, wire), layout, grads, divisor, number, are_shards=True)
+    return reduce_buckets(plan, wire, grads, divisor, number)
 
 
 def update_shards(
     grads: Mapping[str, jax.Array], opt_state: Any, params: Any, plan: BucketPlan, layout: Layout, value: Any
 ) -> tuple[Any, Any]:
     """Each rank updates its shards of the parameters, and all gather them."""
-    ranks, cuts = layout.ranks, layout.cuts
-    full, shard = ({name: layout.spec(name, is_shard=one) for name in named_leaves(params)} for one in (False, True))
+    ranks, cuts, leaves = layout.ranks, layout.cuts, named_leaves(params)
+    full, shard = ({name: specs[name] for name in leaves} for specs in (layout.specs, layout.shard_specs))
     local = ranks.on_devices(partial(local_shards, cuts=cuts, axis=ranks.shard_axis), (full,), shard)
     gather = ranks.on_devices(partial(gather_shards, plan=plan, cuts=cuts, axis=ranks.shard_axis), (shard,), full)
 
-    shards = like(params, local(named_leaves(params)))
+    shards = like(params, local(leaves))
     shards, opt_state = layout.optimizer.step(like(shards, dict(grads)), opt_state, shards, value, params)
     return like(params, gather(named_leaves(shards))), opt_state
 
