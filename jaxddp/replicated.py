@@ -22,15 +22,14 @@ from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, reduce_buckets, sends_uncopied
 from .layout import Leaf
-from .strategy import Layout, Ranks, Strategy, of_optax
+from .strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax
 from .tree import like, named_leaves, path_name, split
 
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
     """A strategy of full parameters, by its plan."""
-    return Strategy(
-        name, plan, layout_full, lambda loss, layout: loss, partial(all_reduce_grads, hook), update_full, hook=hook
-    )
+    reduce = partial(all_reduce_grads, hook)
+    return Strategy(name, plan, layout_full, in_compute_dtype, reduce, update_full, hook=hook)
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:

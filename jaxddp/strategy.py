@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
@@ -154,7 +155,7 @@ class Strategy(NamedTuple):
         name: Its key in ``STRATEGIES``.
         plan: Tensors in the order in which their gradients become ready ``->`` a ``BucketPlan``.
         layout: ``(params, optimizer, ranks, trainable) -> Layout``; ``params`` a tree of ``Leaf`` that are full.
-        full: ``(loss, layout) ->`` the loss function of parameters as the layout holds them.
+        full: ``(loss, layout) ->`` the loss function of parameters as the layout holds them, in the compute dtype.
         reduce: ``(gradients by name, plan, layout, divisor, number) -> Means`` that this rank updates with; ``number``
             counts micro-batches where each is reduced.
         update: ``(gradients, opt_state, params, plan, layout, value) -> (params, opt_state)``.
@@ -196,6 +197,17 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
         return optax.apply_updates(params, updates), state
 
     return Optimizer(optimizer.init, step)
+
+
+def in_compute_dtype(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """A loss function of full parameters that casts them; trained ones with masters are cast already."""
+    if layout.compute_dtype is None:
+        return loss
+
+    def cast(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(layout.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return lambda params, *inputs: loss(jax.tree.map(cast, params), *inputs)
 
 
 def with_masters(layout: Layout, compute_dtype: Any) -> Layout:

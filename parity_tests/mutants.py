@@ -125,7 +125,7 @@ MUTANTS = {
         (f"{_DTYPES}gathers_take_the_compute_dtype_and_sums_that_of_gradients",),
     ),
     "frozen parameters are not cast": Mutant(
-        _STEP, "frozen = in_dtype(frozen, layout.compute_dtype)", "pass", (_RECIPE, _DTYPES.removesuffix("::test_"))
+        _MASTERS, "leaf.astype(layout.compute_dtype) if jnp", "leaf if jnp", (_RECIPE, _DTYPES.removesuffix("::test_"))
     ),
     "shards are summed in the dtype of the gather": Mutant(
         _GATHER, "grad.astype(one.grad_dtype)", "grad",

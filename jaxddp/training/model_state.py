@@ -19,6 +19,7 @@ them as they are, so that its keys go on as those of a single process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,12 @@ from ..scopes import MODEL_STATE_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Ranks
 
 STATE_SYNC = ("mean", "first")
+
+
+def step_with_state(step: Callable[..., Any], ranks: Ranks, how: str, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """A step before which ranks get keys of their own, and after which their model states are one again."""
+    new, metrics, weight = step(state._replace(model_state=fold_keys(state.model_state, ranks.axis)), batch)
+    return new._replace(model_state=sync_model_state(new.model_state, ranks, how)), metrics, weight
 
 
 def fold_keys(model_state: Any, axis: Axis) -> Any:

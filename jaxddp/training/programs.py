@@ -22,10 +22,10 @@ from ..communication.buckets import BucketPlan
 from ..communication.planned import (
     GradientTrace,
     Planned,
-    describe_results,
     plan_trace,
     planned_along,
     planned_exchange,
+    trace_gradients,
 )
 from ..communication.traced import traced_collectives
 from ..layout import Leaf
@@ -35,6 +35,7 @@ from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
 from . import step as steps
+from .model_state import step_with_state
 from .step import Run, TrainState
 from .validation import abstract, signature
 from .xla import compile_options
@@ -82,17 +83,16 @@ class Programs:
         batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, nonfinite: str) -> None:
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:
         """Makes nothing yet.
 
         Args:
             run: What the step is made of; its loss is of full parameters.
             mesh: Of the ranks.
-            nonfinite: As for ``Trainer``.
         """
         loss, strategy = run.strategy.full(run.loss, run.layout), on_blocks(run.strategy, run.layout)
         self.layout, self.run = run.layout, run._replace(loss=loss, strategy=strategy)
-        self.platform, self._mesh, self._nonfinite = platform_of(mesh), mesh, nonfinite
+        self.platform, self._mesh = platform_of(mesh), mesh
         self._compile, self._options = compiler_of(mesh), compile_options(run.strategy, self.platform)
         self._axis = axis = run.layout.ranks.axis
 
@@ -120,16 +120,20 @@ class Programs:
 
         Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
         """
-        state, batch = abstract((state, batch))
+        run, (state, batch) = self.run, self._typed(state, batch)
         key = signature(state.params, state.model_state, batch)
         if key not in self._traces:
             found = []
 
             def on_rank(state: TrainState, batch: Any) -> None:
-                found.append(steps.trace_backward(self.run, state, batch))
+                # [examples of this rank, ...] -> [examples of a micro-batch, ...]
+                microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
+                args = *split(state.params, run.layout.trainable), state.model_state, microbatch, state.key
+                grad_fn = partial(steps.local_gradients, run)
+                found.append(trace_gradients(grad_fn, *args, has_aux=True, reduced=run.layout.held))
 
             # Traced, not run: inside of shard_map, where a loss may use the ranks' axis.
-            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), *self._typed(state, batch))
+            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
                 trace = trace.with_shapes({name: leaf.block for name, leaf in named_leaves(self.layout.params).items()})
@@ -141,10 +145,6 @@ class Programs:
         dtypes = {name: str(leaf.dtype) for name, leaf in named_leaves(self.layout.params).items()}
         plan = plan_trace(self.run.strategy, self.trace(state, batch), dtypes)
         return plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())
-
-    def describe_results(self, state: TrainState, batch: Any) -> str:
-        """Describes what processes must agree on in the step beside its plan."""
-        return describe_results(self.trace(state, batch))
 
     def planned_along(self, state: TrainState, batch: Any) -> list[Planned]:
         """Lists the collectives that one step should have, without those of its metrics."""
@@ -179,8 +179,10 @@ class Programs:
         constants = {tensor.name for tensor in backward.constants}
         if plan.buckets and (unsent := sorted({*plan.constants} - constants)):  # without buckets, nothing is sent
             raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
-        step = partial(steps.guarded_step, partial(steps.train_step, self.run, backward, plan), self._nonfinite)
-        return self._over_mesh(step, state, batch, is_step=True)
+        step = partial(steps.train_step, self.run, backward, plan)
+        if jax.tree.leaves(state.model_state):
+            step = partial(step_with_state, step, self.layout.ranks, self.run.state_sync)
+        return self._over_mesh(partial(steps.guarded_step, step, self.run.nonfinite), state, batch, is_step=True)
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
@@ -217,15 +219,12 @@ class Programs:
         function = self._map(
             placed if self.layout.ranks.other_axes else on_rank, specs, (self._specs, P()) if is_step else P()
         )
-        return function, self._typed(*abstract((state, batch))), options
+        return function, self._typed(state, batch), options
 
     def _typed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Describes arrays with their shardings, which are in their types where axes of the mesh are explicit."""
-
-        def typed(sharding: NamedSharding, tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
-
-        return jax.tree.map(typed, self.shardings, state), typed(self.batch_sharding, batch)
+        typed = jax.tree.map(lambda sharding, tree: abstract(tree, sharding), self.shardings, state)
+        return typed, abstract(batch, self.batch_sharding)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Keeps a state on the devices of a rank as its layout says: XLA would place it as the loss uses it."""

@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
-from ..communication.planned import GradientTrace, trace_gradients
+from ..communication.planned import GradientTrace
 from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, Parts, denominator, divide
@@ -33,7 +33,7 @@ from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split
-from .model_state import became_nonfinite, fold_keys, sync_model_state
+from .model_state import became_nonfinite
 from .wide_products import with_wide_products
 
 
@@ -71,6 +71,7 @@ class Run(NamedTuple):
         num_microbatches: Parts of this rank's batch.
         max_grad_norm: To which gradients are clipped.
         state_sync: How ranks agree on the model state.
+        nonfinite: What is done about numbers that are not finite; see ``Trainer``.
     """
 
     loss: PartialLoss
@@ -79,15 +80,7 @@ class Run(NamedTuple):
     num_microbatches: int = 1
     max_grad_norm: float | None = None
     state_sync: str = "mean"
-
-
-def trace_backward(run: Run, state: TrainState, batch: Any) -> GradientTrace:
-    """Traces this rank's gradients of a micro-batch: what the plan is made from, and what the step computes."""
-    trainable, frozen = split(state.params, run.layout.trainable)
-    # [examples of this rank, ...] -> [examples of a micro-batch, ...]
-    microbatch = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // run.num_microbatches], batch)
-    args = trainable, frozen, state.model_state, microbatch, state.key
-    return trace_gradients(partial(local_gradients, run), *args, has_aux=True, reduced=run.layout.held)
+    nonfinite: str = "ignore"
 
 
 def local_gradients(
@@ -97,9 +90,6 @@ def local_gradients(
 
     Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
     """
-    layout = run.layout
-    # Trained parameters are in the compute dtype already; frozen ones have no master elsewhere.
-    frozen = in_dtype(frozen, layout.compute_dtype)
 
     def loss(trainable: Any) -> tuple[jax.Array, tuple[Parts, Any]]:
         return run.loss(merge(trainable, frozen), model_state, batch, key)
@@ -108,7 +98,7 @@ def local_gradients(
         grads, (parts, new_state) = jax.grad(loss, has_aux=True)(trainable)
     if parts.loss.weight is not None:  # statistics of no examples are often 0 / 0
         new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
-    by_name = {name: grad.astype(layout.grad_dtypes[name]) for name, grad in named_leaves(grads).items()}
+    by_name = {name: grad.astype(run.layout.grad_dtypes[name]) for name, grad in named_leaves(grads).items()}
     return by_name, (parts, new_state)
 
 
@@ -149,7 +139,7 @@ def train_step(
         return (grads, parts, token), model_state
 
     found, model_state = over_microbatches(
-        gradients, fold_keys(state.model_state, ranks.axis), batch, run.num_microbatches,
+        gradients, state.model_state, batch, run.num_microbatches,
         is_apart=reduces_each or bool(layout.held),
     )  # fmt: skip
     grads, parts, token = found
@@ -169,7 +159,6 @@ def train_step(
     with jax.named_scope(OPTIMIZER_SCOPE):  # by this name, instruments tell updates from the backward
         grads = clip(means.grads, layout, metrics["grad_norm"], run.max_grad_norm)
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
-    model_state = sync_model_state(model_state, ranks, run.state_sync)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
     return new, metrics, parts.loss.weight
 
@@ -231,13 +220,6 @@ def clip(grads: dict[str, jax.Array], layout: Layout, norm: jax.Array, max_norm:
     return {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
 
 
-def in_dtype(tree: Any, dtype: Any) -> Any:
-    """Casts the floating leaves of a tree; leaves it as it is where the dtype is None."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
-
-
 def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:
     """Sums metrics over ranks, in one all-reduce and one for each integer dtype, and joins values of examples."""
     if ranks.num_ranks == 1:
@@ -284,16 +266,11 @@ def guarded_step(
 
 def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
     """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
-    _, (parts, _) = run.loss(in_dtype(state.params, _frozen_dtype(run)), state.model_state, batch, None)
+    _, (parts, _) = run.loss(state.params, state.model_state, batch, None)
     loss, aux = divide(sum_over_ranks(parts, run.layout.ranks), run.layout.ranks.num_ranks)
     return loss if parts.aux is None else (loss, aux)
 
 
 def measure(run: Run, function: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
     """Gives what a ``Measure`` does of the examples of all ranks, equal on every rank."""
-    params = in_dtype(state.params, _frozen_dtype(run))
-    return sum_over_ranks(function(params, state.model_state, inputs), run.layout.ranks)
-
-
-def _frozen_dtype(run: Run) -> Any:
-    return None if run.strategy.gathers_in_loss else run.layout.compute_dtype
+    return sum_over_ranks(function(state.params, state.model_state, inputs), run.layout.ranks)

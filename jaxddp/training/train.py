@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
-from ..communication.planned import GradientTrace
+from ..communication.planned import GradientTrace, describe_results
 from ..layout import whole
 from ..loss import partial_loss
 from ..mesh import DATA_AXIS, platform_of, rank_axis
@@ -45,7 +45,6 @@ from .step import Run
 from .step import TrainState as TrainState
 from .validation import (
     abstract,
-    as_arrays,
     check_batch,
     check_fits,
     check_state,
@@ -284,7 +283,10 @@ class Trainer:
                 a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
-        model, state = self._model(state), as_arrays(state)
+        model = self._model(state)
+        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
+            # Python's numbers become arrays, such as a learning rate that the user has set.
+            state = state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))
         batch = self._place(model, batch, self.num_microbatches, state)
         program = model.step(state, batch)
         with self._watched(is_call=False) as results:
@@ -596,9 +598,9 @@ class Trainer:
         if key not in self._models:
             run = Run(
                 partial_loss(self.loss_fn, self.has_aux, self.has_state), self.strategy, layout, self.num_microbatches,
-                self.max_grad_norm, self.state_sync,
+                self.max_grad_norm, self.state_sync, self.nonfinite,
             )  # fmt: skip
-            self._models[key] = Programs(run, self.mesh, self.nonfinite)
+            self._models[key] = Programs(run, self.mesh)
         known = self._models[key]
         for (name, theirs), ours in zip(
             named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True
@@ -675,7 +677,7 @@ class Trainer:
                 check_batch(batch, self.num_ranks, num_microbatches)
                 plan = model.plan(state, batch)
                 said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                said["results and constant gradients"] = model.describe_results(state, batch)
+                said["results and constant gradients"] = describe_results(model.trace(state, batch))
         return said
 
     def _place(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:

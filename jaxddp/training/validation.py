@@ -122,13 +122,6 @@ def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) ->
     return jax.tree_util.tree_map_with_path(place, params, specs)
 
 
-def as_arrays(state: TrainState) -> TrainState:
-    """Turns Python numbers in an optimizer's state into arrays, such as a learning rate that the user has set."""
-    if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
-        return state
-    return state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))
-
-
 def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
     """Refuses a batch that cannot be split.
 
@@ -199,12 +192,13 @@ def is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def abstract(tree: Any) -> Any:
-    """Describes arrays by shape and dtype, as JAX would hold them."""
+def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
+    """Describes arrays by shape and dtype, as JAX would hold them, and by a sharding if there is one."""
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype))
+        dtype = leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     return jax.tree.map(struct, tree)
 

@@ -46,7 +46,7 @@ from ..communication.collectives import all_gather, traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..scopes import SYNC_SCOPE
-from ..strategy import Layout, Ranks, Strategy, register
+from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
 from ..tree import like, named_leaves, split
 from .owners import layout_by_owners
 from .shards import cut_leaves, shard_state
@@ -115,8 +115,7 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
     by_leaves = shard == "leaves"
     layout = layout_by_owners if by_leaves else layout_shards
     return Strategy(
-        name, plan, layout, lambda loss, layout: loss, reduce_scatter_grads, update_shards,
-        variant="by leaves" * by_leaves,
+        name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant="by leaves" * by_leaves
     )  # fmt: skip
 
 
