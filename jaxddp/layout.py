@@ -7,7 +7,8 @@ the ranks divide none of its dimensions, is laid out rank by rank and, where oth
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .communication.collectives import Axis
-from .communication.sharding import Cut
+from .communication.sharding import Cut, cut
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,16 @@ class Leaf:
 def whole(tree: Any) -> Any:
     """The layout of arrays that every rank has all of: a tree of ``Leaf``."""
     return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), tree)
+
+
+def cut_leaves(params: Any, num_shards: int) -> Any:
+    """Cuts every parameter: along its first dimension that other axes do not split."""
+    return jax.tree.map(lambda leaf: cut_leaf(leaf, num_shards, range(len(leaf.shape))), params)
+
+
+def cut_leaf(leaf: Leaf, num_shards: int, dims: Iterable[int]) -> Leaf:
+    """Cuts a parameter along the first of some dimensions that the ranks divide and other axes do not split."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys have no elements to deal out
+        return leaf
+    split = {dim for dim, axes in enumerate(leaf.spec) if axes}
+    return replace(leaf, cut=cut(leaf.block, num_shards, [dim for dim in dims if dim not in split]))

@@ -26,7 +26,7 @@ from .checkpoint.host_state import is_key, to_host
 from .checkpoint.interop import to_numpy, torch_names
 from .first_difference import first_difference as first_difference
 from .first_difference import mark as mark
-from .layout import whole
+from .layout import cut_leaves, whole
 from .loss import Weighted, with_key
 from .mesh import data_mesh
 from .metrics import Mean, PerExample, Sum
@@ -38,7 +38,7 @@ from .strategy import Ranks, Strategy
 from .training.train import Trainer, TrainState
 from .training.validation import check_batch
 from .tree import check_params, is_floating, like, merge, named_leaves, split
-from .zero.shards import cut_leaves, shard_state
+from .zero.elementwise import shard_state
 
 TORCH = "PyTorch"
 
@@ -225,8 +225,7 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
 
 def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bool:
     try:
-        ranks = Ranks("data", 2, 2)
-        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), ranks), ranks)
+        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), 2), Ranks("data", 2, 2))
     except ValueError:
         return False
     return True

@@ -13,7 +13,6 @@ what others need to know is in its plan and its layout.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -255,18 +254,9 @@ def without_communication(strategy: Strategy) -> Strategy:
 
     It trains wrong. Exposed communication is the time of a step minus that of the same step without communication.
     """
-
-    def silenced(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with silent():
-                return function(*args, **kwargs)
-
-        return run
-
     return strategy._replace(
-        full=lambda loss, layout: silenced(strategy.full(loss, layout)),
-        reduce=silenced(strategy.reduce),
-        update=silenced(strategy.update),
+        full=lambda loss, layout: silent()(strategy.full(loss, layout)),
+        reduce=silent()(strategy.reduce),
+        update=silent()(strategy.update),
         sends=False,
     )

@@ -21,8 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxddp
+from jaxddp.communication.backward_order import plan_trace, trace_gradients
 from jaxddp.communication.collectives import as_varying
-from jaxddp.communication.planned import plan_trace, planned_collectives, trace_gradients
+from jaxddp.communication.planned import planned_collectives
 from jaxddp.loss import partial_loss
 
 NUM_STEPS = 3

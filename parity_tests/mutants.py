@@ -121,7 +121,7 @@ MUTANTS = {
     ),
     # dtypes
     "gradients are summed in the compute dtype": Mutant(
-        _STEP, "{name: grad.astype(layout.grad_dtypes[name]) for", "{name: grad for",
+        _STEP, "{name: grad.astype(run.layout.grad_dtypes[name]) for", "{name: grad for",
         (f"{_DTYPES}gathers_take_the_compute_dtype_and_sums_that_of_gradients",),
     ),
     "frozen parameters are not cast": Mutant(

@@ -16,7 +16,7 @@ import jaxddp.models
 import torchref
 import torchref.models
 from jaxddp.checkpoint.interop import torch_names
-from jaxddp.communication.planned import plan_trace, trace_gradients
+from jaxddp.communication.backward_order import plan_trace, trace_gradients
 from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from torchref.communication.buffers import tensor_spec
 from torchref.strategy import planned_collectives

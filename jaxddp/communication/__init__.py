@@ -8,7 +8,6 @@ buffers.py          a bucket's tensors packed into one buffer
 sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer
 hooks.py            how a bucket is summed instead of by an all-reduce: in bfloat16 or float16
 reduction.py        carries out a bucket plan: pack, sum over ranks, divide, in an order that XLA keeps
-backward_order.py   the order in which a traced backward finishes the gradients
-planned.py          the trace of a backward, the plan made from it, and what should be compiled
-traced.py           collectives that are in no plan: those of the loss function, and of zero3's units
+backward_order.py   the trace of a backward: the order in which it finishes the gradients, and the plan made from it
+planned.py          what should be compiled: by a plan, and by the loss function and zero3's units themselves
 """

@@ -1,4 +1,4 @@
-"""The order in which a traced backward pass finishes the gradients.
+"""The trace of a backward pass: the order in which it finishes the gradients, which are constant, and the plan of both.
 
 Buckets fill in this order. In the tree's order (Flax sorts parameters by name, dictionaries give ``l1, l10, l2``)
 buckets would wait for gradients from both ends of the model.
@@ -7,21 +7,159 @@ buckets would wait for gradients from both ends of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
+
+from ..strategy import Strategy
+from ..tree import named_leaves, tensor_specs
+from .buckets import BucketPlan, TensorSpec, plan_buckets
+from .planned import zeros
 
 # Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
 TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 # Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
 _OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
-# Operations that give zeros if all, or any, of their inputs are.
-_ZERO_OF_ZEROS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "neg", "copy", "pvary"}
-_ZERO_OF_ZEROS |= {"add", "add_any", "sub", "concatenate", "pad", "reduce_sum", "rev", "slice"}
-_ZERO_OF_A_ZERO = {"mul", "dot_general"}
+
+
+def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
+    """Plans the communication of the gradients of a traced backward pass.
+
+    Args:
+        strategy: How gradients are communicated.
+        trace: Of the backward pass on one rank.
+        param_dtypes: In which updated parameters are gathered, by name; None: those of their gradients.
+
+    Returns:
+        The plan.
+    """
+    # Only what depends on an input is planned: XLA drops the reduction of a constant.
+    plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
+    if plan.kind == "all-reduce":
+        return plan
+    # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
+    buckets = plan.buckets + plan_buckets(trace.constants, None).buckets
+    if param_dtypes is not None:
+        of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
+        buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
+    return replace(plan, gathers=buckets)
+
+
+class GradientTrace(NamedTuple):
+    """A traced backward pass.
+
+    Attributes:
+        tensors: The gradients that depend on an input, in the order in which they become ready.
+        constants: The others, such as the zeros of an unused parameter.
+        program: The trace.
+        outputs: Index of each of ``tensors`` among the trace's outputs.
+        constant_outputs: Those of ``constants``.
+        result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    constants: tuple[TensorSpec, ...]
+    program: core.ClosedJaxpr
+    outputs: tuple[int, ...]
+    constant_outputs: tuple[int, ...]
+    result: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes what was traced, of arguments like those that it was traced with."""
+        found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result), found)
+
+    @property
+    def flops_before(self) -> tuple[float, ...]:
+        """Share of the trace's matrix products done before each of the tensors is ready."""
+        times = finishing_times(self.program, matmul_flops)
+        flops = [times[output] or 0.0 for output in self.outputs]
+        total = max(flops, default=0.0) or 1.0
+        return tuple(each / total for each in flops)
+
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> GradientTrace:
+        """The same trace of gradients of other shapes, such as those of the blocks on a device."""
+        tensors, constants = (
+            tuple(tensor._replace(shape=shapes[tensor.name]) for tensor in some)
+            for some in (self.tensors, self.constants)
+        )
+        return self._replace(tensors=tensors, constants=constants)
+
+    def with_constants_sent(self) -> GradientTrace:
+        """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
+        are_zeros = zeros(self.program)
+        pairs = list(zip(self.constant_outputs, self.constants, strict=True))
+        sent = [pair for pair in pairs if pair[1].num_elements and not are_zeros[pair[0]]]
+        kept = [pair for pair in pairs if pair not in sent]
+        return self._replace(
+            tensors=(*(tensor for _, tensor in sent), *self.tensors),
+            outputs=(*(output for output, _ in sent), *self.outputs),
+            constants=tuple(tensor for _, tensor in kept),
+            constant_outputs=tuple(output for output, _ in kept),
+        )
+
+
+def trace_gradients(
+    grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
+) -> GradientTrace:
+    """Traces the computation of gradients.
+
+    Args:
+        grad_fn: As for ``plan_gradients``.
+        *args: Its arguments on one rank.
+        has_aux: Whether it returns the gradients and something else.
+        reduced: Names of gradients that the backward itself reduces; they are left out.
+
+    Returns:
+        The order of the gradients.
+    """
+    program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
+    # By index among the trace's outputs, of which gradients come first.
+    ready: dict[int, float] = {}
+    constants: dict[int, TensorSpec] = {}
+    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
+        if spec.name in reduced:
+            continue
+        if time is None or spec.num_elements == 0:
+            constants[output] = spec
+        else:
+            ready[output] = time
+    outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
+    tensors = tuple(map(specs.__getitem__, outputs))
+    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants), result)
+
+
+def describe_results(trace: GradientTrace) -> str:
+    """Describes what processes must agree on in a backward pass, beside the plan, which does not see it.
+
+    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
+    where processes compute it from constants of their own.
+
+    Args:
+        trace: Of one rank, with its metrics.
+
+    Returns:
+        A checksum of the shapes of the results, and of the program of the constant gradients.
+    """
+    shapes = list(map(str, trace.program.out_avals))
+    is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
+    gradients, _ = partial_eval.dce_jaxpr(trace.program.jaxpr, is_constant)
+    read = {str(atom) for equation in gradients.eqns for atom in equation.invars}
+    held = [pair for pair in zip(gradients.constvars, trace.program.consts, strict=True) if str(pair[0]) in read]
+    text = f"{shapes} {gradients.replace(constvars=[var for var, _ in held])}"
+    checksum = zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
+    for _, value in held:
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        checksum = zlib.crc32(np.asarray(jax.random.key_data(value) if is_key else value).tobytes(), checksum)
+    return f"checksum {checksum:08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
@@ -62,37 +200,6 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
     consts = zip(program.jaxpr.constvars, program.consts, strict=True)
     ready.update({var: 0.0 for var, const in consts if isinstance(const, jax.core.Tracer)})
     return run(program.jaxpr, [0.0] * len(program.jaxpr.invars))
-
-
-def zeros(program: core.ClosedJaxpr) -> list[bool]:
-    """Finds which outputs of a traced program are zeros whatever its inputs are, as XLA does, which drops their sums.
-
-    Args:
-        program: What ``jax.make_jaxpr`` returns.
-
-    Returns:
-        For each output whether it is known to be zeros; others may be, by an arithmetic that is not followed.
-    """
-    known: dict[Any, bool] = {}
-
-    def is_zero(atom: Any) -> bool:
-        return not np.any(atom.val) if isinstance(atom, core.Literal) else known.get(atom, False)
-
-    def run(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-        known.update(zip(jaxpr.invars, inputs, strict=True))
-        for equation in jaxpr.eqns:
-            found = list(map(is_zero, equation.invars))
-            name = equation.primitive.name
-            inner = list(core.jaxprs_in_params(equation.params)) if name in TRANSPARENT else []
-            if len(inner) == 1 and len(inner[0].invars) == len(found):
-                results = run(inner[0], found)
-            else:
-                is_kept = (name in _ZERO_OF_ZEROS and all(found)) or (name in _ZERO_OF_A_ZERO and any(found))
-                results = [is_kept] * len(equation.outvars)
-            known.update(zip(equation.outvars, results, strict=True))
-        return list(map(is_zero, jaxpr.outvars))
-
-    return run(program.jaxpr, [False] * len(program.jaxpr.invars))
 
 
 def matmul_flops(equation: Any) -> float:

@@ -1,7 +1,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxddp.communication.backward_order import finishing_times, matmul_flops, zeros
+from jaxddp.communication.backward_order import finishing_times, matmul_flops
+from jaxddp.communication.planned import zeros
 
 
 def order(loss, params, *args):

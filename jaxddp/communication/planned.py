@@ -1,11 +1,11 @@
-"""What a step should communicate: planned from a trace of the backward, and listed as compiled programs list it."""
+"""What a step should communicate, as compiled programs list it: its plan, and what the traced loss calls itself.
+
+The latter are in no bucket plan: gathers and scatters of zero3's units, and the loss function's own collectives.
+"""
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,146 +14,58 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
-from ..tree import named_leaves, tensor_specs
 from . import gloo
-from .backward_order import finishing_times, matmul_flops, zeros
-from .buckets import Bucket, BucketPlan, TensorSpec, bucket_width, dtype_bytes, plan_buckets
+from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes
 from .collectives import kind_of
-from .traced import Planned, traced_collectives, wire_bytes
+
+_KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange: see gloo.py
+    "psum_invariant": "all-reduce",  # its name under check_vma
+    "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+}
+
+_VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
+_KEEP_ZERO = frozenset(  # zeros if all inputs are
+    "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
+    " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
+)
+_ZERO_OF_A_ZERO = ("mul", "dot_general")
+_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
+_CALLS = frozenset("jit pjit shard_map closed_call custom_vjp_call".split())
 
 
-def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
-    """Plans the communication of the gradients of a traced backward pass.
-
-    Args:
-        strategy: How gradients are communicated.
-        trace: Of the backward pass on one rank.
-        param_dtypes: In which updated parameters are gathered, by name; None: those of their gradients.
-
-    Returns:
-        The plan.
-    """
-    # Only what depends on an input is planned: XLA drops the reduction of a constant.
-    plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
-    if plan.kind == "all-reduce":
-        return plan
-    # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
-    buckets = plan.buckets + plan_buckets(trace.constants, None).buckets
-    if param_dtypes is not None:
-        of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
-        buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
-    return replace(plan, gathers=buckets)
-
-
-class GradientTrace(NamedTuple):
-    """A traced backward pass.
+class Planned(NamedTuple):
+    """A planned collective.
 
     Attributes:
-        tensors: The gradients that depend on an input, in the order in which they become ready.
-        constants: The others, such as the zeros of an unused parameter.
-        program: The trace.
-        outputs: Index of each of ``tensors`` among the trace's outputs.
-        constant_outputs: Those of ``constants``.
-        result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
+        kind: As in a compiled program.
+        num_bytes: Of the full buffer on the wire.
+        axes: The mesh axes along which ranks take part.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    constants: tuple[TensorSpec, ...]
-    program: core.ClosedJaxpr
-    outputs: tuple[int, ...]
-    constant_outputs: tuple[int, ...]
-    result: Any
-
-    def __call__(self, *args: Any) -> Any:
-        """Computes what was traced, of arguments like those that it was traced with."""
-        found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(self.result), found)
-
-    @property
-    def flops_before(self) -> tuple[float, ...]:
-        """Share of the trace's matrix products done before each of the tensors is ready."""
-        times = finishing_times(self.program, matmul_flops)
-        flops = [times[output] or 0.0 for output in self.outputs]
-        total = max(flops, default=0.0) or 1.0
-        return tuple(each / total for each in flops)
-
-    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> GradientTrace:
-        """The same trace of gradients of other shapes, such as those of the blocks on a device."""
-        tensors, constants = (
-            tuple(tensor._replace(shape=shapes[tensor.name]) for tensor in some)
-            for some in (self.tensors, self.constants)
-        )
-        return self._replace(tensors=tensors, constants=constants)
-
-    def with_constants_sent(self) -> GradientTrace:
-        """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
-        are_zeros = zeros(self.program)
-        pairs = list(zip(self.constant_outputs, self.constants, strict=True))
-        sent = [pair for pair in pairs if pair[1].num_elements and not are_zeros[pair[0]]]
-        kept = [pair for pair in pairs if pair not in sent]
-        return self._replace(
-            tensors=(*(tensor for _, tensor in sent), *self.tensors),
-            outputs=(*(output for output, _ in sent), *self.outputs),
-            constants=tuple(tensor for _, tensor in kept),
-            constant_outputs=tuple(output for output, _ in kept),
-        )
+    kind: str
+    num_bytes: int
+    axes: tuple[str, ...]
 
 
-def trace_gradients(
-    grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
-) -> GradientTrace:
-    """Traces the computation of gradients.
+class TracedCollectives(NamedTuple):
+    """Collectives in the order of the trace; those in a scan once per round.
 
-    Args:
-        grad_fn: As for ``plan_gradients``.
-        *args: Its arguments on one rank.
-        has_aux: Whether it returns the gradients and something else.
-        reduced: Names of gradients that the backward itself reduces; they are left out.
-
-    Returns:
-        The order of the gradients.
+    Attributes:
+        each: Those of every micro-batch.
+        once: Those of constants, which XLA takes out of the loop over micro-batches.
     """
-    program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
-    specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
-    # By index among the trace's outputs, of which gradients come first.
-    ready: dict[int, float] = {}
-    constants: dict[int, TensorSpec] = {}
-    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
-        if spec.name in reduced:
-            continue
-        if time is None or spec.num_elements == 0:
-            constants[output] = spec
-        else:
-            ready[output] = time
-    outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
-    tensors = tuple(map(specs.__getitem__, outputs))
-    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants), result)
 
-
-def describe_results(trace: GradientTrace) -> str:
-    """Describes what processes must agree on in a backward pass, beside the plan, which does not see it.
-
-    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
-    where processes compute it from constants of their own.
-
-    Args:
-        trace: Of one rank, with its metrics.
-
-    Returns:
-        A checksum of the shapes of the results, and of the program of the constant gradients.
-    """
-    shapes = list(map(str, trace.program.out_avals))
-    is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
-    gradients, _ = partial_eval.dce_jaxpr(trace.program.jaxpr, is_constant)
-    read = {str(atom) for equation in gradients.eqns for atom in equation.invars}
-    held = [pair for pair in zip(gradients.constvars, trace.program.consts, strict=True) if str(pair[0]) in read]
-    text = f"{shapes} {gradients.replace(constvars=[var for var, _ in held])}"
-    checksum = zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
-    for _, value in held:
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        checksum = zlib.crc32(np.asarray(jax.random.key_data(value) if is_key else value).tobytes(), checksum)
-    return f"checksum {checksum:08x}"
+    each: list[Planned]
+    once: list[Planned]
 
 
 def planned_collectives(
@@ -241,3 +153,93 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
     if compiled == "all-reduce":
         return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
+
+
+def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False) -> TracedCollectives:
+    """Lists the gathers and scatters of shards that the program's results depend on.
+
+    Args:
+        program: From ``jax.make_jaxpr``.
+        platform: What it is compiled for.
+        of_loss: Instead those that the loss function calls itself, as BatchNorm does over an axis.
+    """
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    found = TracedCollectives([], [])
+    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss, is_sync=False)
+    return found
+
+
+def _collect(
+    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool, is_sync: bool
+) -> list[int]:
+    """Adds a program's collectives to ``found``; returns what is known of its results.
+
+    A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
+    """
+    known = {**dict.fromkeys(jaxpr.constvars, _CONSTANT), **dict(zip(jaxpr.invars, inputs, strict=True))}
+
+    def of(atom: Any) -> int:
+        if isinstance(atom, core.Literal):
+            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else _CONSTANT
+        return known[atom]
+
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, [of(atom) for atom in equation.invars]
+        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
+        if name == "dynamic_slice" and operands[0] == _ZERO:
+            result = _ZERO  # wherever it starts
+        elif result == _ZERO and name not in _KEEP_ZERO:
+            result = _CONSTANT
+        kind = _KINDS.get(name)
+        # The names inside a call may lack those of its own scope.
+        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
+        if kind and in_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
+            full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
+            of_kind = found.once if min(operands) == _CONSTANT else found.each
+            axes = equation.params.get("axes") or equation.params["axis_name"]
+            axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
+        if name in _ZERO_OF_A_ZERO and _ZERO in operands:
+            result = _ZERO
+        results = [result] * len(equation.outvars)
+        rounds = equation.params["length"] if name == "scan" else 1
+        for inner in core.jaxprs_in_params(equation.params):
+            is_call = name in _CALLS and len(inner.invars) == len(operands)
+            given = operands if is_call else [_VARIES] * len(inner.invars)
+            of_inner = _collect(inner, platform, given, found, times * rounds, of_loss, in_sync)
+            results = of_inner if is_call else results
+        known.update(zip(equation.outvars, results, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def zeros(program: core.ClosedJaxpr) -> list[bool]:
+    """Finds which outputs of a traced program are zeros whatever its inputs are, as XLA does, which drops their sums.
+
+    Args:
+        program: What ``jax.make_jaxpr`` returns.
+
+    Returns:
+        For each output whether it is known to be zeros; others may be, by an arithmetic that is not followed.
+    """
+    inputs = [_VARIES] * len(program.jaxpr.invars)
+    known = _collect(program.jaxpr, "gpu", inputs, TracedCollectives([], []), 1, of_loss=False, is_sync=False)
+    return [of_output == _ZERO for of_output in known]
+
+
+def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
+    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
+
+    Args:
+        num_elements: Of the buffer.
+        dtype: Of the buffer.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
+        (32, 16)
+    """
+    name = str(dtype)
+    return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..communication.collectives import Axis, all_reduce
-from ..communication.traced import wire_bytes
+from ..communication.planned import wire_bytes
 from ..scopes import MODEL_STATE_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Ranks
 

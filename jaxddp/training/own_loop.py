@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
+from ..communication.backward_order import plan_trace, trace_gradients
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
-from ..communication.planned import plan_trace, trace_gradients
 from ..communication.reduction import check_grads, reduce_buckets
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from ..communication.backward_order import GradientTrace
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
-from ..communication.planned import GradientTrace
 from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..loss import PartialLoss, Parts, denominator, divide

@@ -36,11 +36,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..clipping import GLOBAL_NORM, on_full
+from ..clipping import GLOBAL_NORM, on_full, on_shards
 from ..communication.backward_order import TRANSPARENT
 from ..interpreter import called_program, interpret
 from ..layout import Leaf
 from ..replicated import find_mirror
+from ..strategy import Optimizer, Ranks, of_optax
 from ..tree import named_leaves, path_name
 
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
@@ -66,6 +67,27 @@ _REFUSAL = (
     "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole, or"
     " zero1(shard='leaves')"
 )
+
+
+def shard_state(optimizer: Any, updated: Any, ranks: Ranks) -> tuple[Any, Optimizer]:
+    """Lays out the state of an optimizer of shards, and makes it run there.
+
+    Args:
+        optimizer: An optax transformation.
+        updated: The trained parameters, a tree of ``Leaf``, some of them cut.
+        ranks: The ranks.
+
+    Returns:
+        A tree of ``Leaf`` like the state, and the optimizer.
+
+    Raises:
+        ValueError: If it is not element-wise.
+    """
+    state = shard_leaves(optimizer, updated)
+    check_elementwise(optimizer, updated, state)
+    on_rank = on_shards(ranks.shard_axis, {name: leaf.cut for name, leaf in named_leaves(updated).items()})
+    inner = of_optax(optimizer)
+    return state, Optimizer(on_rank(inner.init), on_rank(inner.step))
 
 
 def shard_leaves(optimizer: optax.GradientTransformation, params: Any) -> Any:

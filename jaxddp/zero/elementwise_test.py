@@ -11,11 +11,9 @@ from optax import contrib
 
 import jaxddp
 from jaxddp.communication.sharding import cut
-from jaxddp.layout import whole
-from jaxddp.strategy import Ranks
+from jaxddp.layout import cut_leaves, whole
 from jaxddp.tree import named_leaves, path_name
 from jaxddp.zero.elementwise import check_elementwise, describe_update, shard_leaves
-from jaxddp.zero.shards import cut_leaves
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -36,7 +34,7 @@ PARAMS = params_of(lambda rng, shape: jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def cut_in_two(params):
-    return cut_leaves(whole(params), Ranks("data", 2, 2))
+    return cut_leaves(whole(params), 2)
 
 
 def check(optimizer, leaves=None):

@@ -57,11 +57,10 @@ from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.owners import assign_owners
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..interpreter import called_program, interpret
-from ..layout import Leaf
+from ..layout import Leaf, cut_leaves
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
 from ..tree import like, named_leaves, path_name, split
-from .shards import cut_leaves
 
 _Label = tuple[str, Any]  # of an input or output: "grad" or "param" and a name, "state" and its place, or "value"
 _Buffers = dict[str, jax.Array]  # by dtype
@@ -94,11 +93,9 @@ def layout_by_owners(
 
     shared = owners.shared([Leaf(slot.shape, slot.dtype) for slot in jax.tree.leaves(owners.slots)])
     state = OwnedState(shared, {dtype: buffer(width, dtype) for dtype, width in owners.widths.items()})
-    step = partial(owners.update, ranks.shard_axis)
-    return Layout(
-        ranks, params, cut_leaves(params, ranks), state, Optimizer(partial(owners.init, ranks.shard_axis), step),
-        trainable=trainable, owners=owners,
-    )  # fmt: skip
+    updated = cut_leaves(params, ranks.num_shards)
+    on_rank = Optimizer(partial(owners.init, ranks.shard_axis), partial(owners.update, ranks.shard_axis))
+    return Layout(ranks, params, updated, state, on_rank, trainable=trainable, owners=owners)
 
 
 class LeafOwners:

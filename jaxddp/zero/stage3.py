@@ -46,13 +46,13 @@ import jax.numpy as jnp
 from ..arguments import check_integer
 from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
-from ..layout import Leaf
+from ..layout import Leaf, cut_leaf
 from ..replicated import all_reduce_grads, update_full
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
+from .elementwise import shard_state
 from .gather import Shard, gather, stacked_dims
 from .layers import run_units, trace_marked, used_outside
-from .shards import cut_leaf, shard_state
 
 
 @register
@@ -93,7 +93,7 @@ def layout_params(
     def held(leaf: Leaf) -> Leaf:
         is_small = math.prod(leaf.block) < least
         dims = range(len(leaf.shape))
-        return leaf if is_small else cut_leaf(leaf, ranks, [*dims[1:], *dims[:1]])
+        return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
     state, on_shards = shard_state(optimizer, split(updated, trainable)[0], ranks)
