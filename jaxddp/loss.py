@@ -57,28 +57,23 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     """
     call = with_key(loss_fn, has_state)
 
-    def outputs(params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> tuple[Any, Any, Any]:
-        result = call(params, *([model_state] if has_state else []), batch, key)
-        if not has_aux and not has_state:
-            return result, (), None
-        has_both = has_aux and has_state
-        if not _is_pair(result) or (has_both and not _is_pair(result[1])):
-            wanted = (
-                "(loss, (new_state, aux)) when has_state and has_aux are set" if has_both
-                else "(loss, new_state) when has_state is set" if has_state
-                else "(loss, aux) when has_aux is set"
-            )  # fmt: skip
-            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted}")
-        loss, rest = result
-        if not has_state:
-            return loss, (), rest
-        new_state, aux = rest if has_both else (rest, None)
-        return loss, _like(new_state, model_state), aux
-
     def compute(
         params: Any, model_state: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Parts, Any]]:
-        result, new_state, aux = outputs(params, model_state, batch, key)
+        result = call(params, *([model_state] if has_state else []), batch, key)
+        new_state, aux = (), None
+        if has_aux or has_state:
+            has_both = has_aux and has_state
+            if not _is_pair(result) or (has_both and not _is_pair(result[1])):
+                wanted = (
+                    "(loss, (new_state, aux)) when has_state and has_aux are set" if has_both
+                    else "(loss, new_state) when has_state is set" if has_state
+                    else "(loss, aux) when has_aux is set"
+                )  # fmt: skip
+                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted}")
+            result, rest = result
+            new_state, aux = rest if has_both else (rest, None) if has_state else ((), rest)
+            new_state = _like(new_state, model_state)
         total, loss = _as_part(loss_fn, result)
         if not has_aux:
             return total, (Parts(loss, None), new_state)
@@ -111,11 +106,13 @@ def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
     Returns:
         The loss and the aux tree; 0 where the weight is 0.
     """
-
-    def result(part: Any) -> jax.Array:
-        return part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values
-
-    return result(parts.loss), None if parts.aux is None else map_parts(result, parts.aux)
+    loss = parts.loss.total / denominator(parts.loss, num_parts)
+    if parts.aux is None:
+        return loss, None
+    # What is no Part has been summed or joined, and is not divided.
+    return loss, map_parts(
+        lambda part: part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values, parts.aux
+    )
 
 
 def denominator(part: Part, num_parts: int) -> jax.Array | int:

@@ -109,7 +109,7 @@ def train_step(
 
     Args:
         run: What the step is made of.
-        backward: From ``trace_backward``.
+        backward: Of a micro-batch.
         plan: What it communicates.
         state: This rank's.
         batch: This rank's examples.
@@ -138,10 +138,11 @@ def train_step(
             grads = strategy.reduce(grads, plan, layout, 1, index).grads
         return (grads, parts, token), model_state
 
-    found, model_state = over_microbatches(
-        gradients, state.model_state, batch, run.num_microbatches,
-        is_apart=reduces_each or bool(layout.held),
-    )  # fmt: skip
+    if has_microbatches:
+        is_apart = reduces_each or bool(layout.held)
+        found, model_state = over_microbatches(gradients, state.model_state, batch, run.num_microbatches, is_apart)
+    else:
+        found, model_state = gradients(state.model_state, batch, 0)
     grads, parts, token = found
 
     # Sums can be added, means cannot: gradients, loss and aux are divided once, after all have been summed.
@@ -157,22 +158,24 @@ def train_step(
     loss, aux = divide(parts, num_parts)
     metrics = {"loss": loss, "grad_norm": global_norm(means, layout)} | ({} if aux is None else {"aux": aux})
     with jax.named_scope(OPTIMIZER_SCOPE):  # by this name, instruments tell updates from the backward
-        grads = clip(means.grads, layout, metrics["grad_norm"], run.max_grad_norm)
+        grads = means.grads
+        if run.max_grad_norm is not None:
+            scale = jnp.minimum(1.0, run.max_grad_norm / metrics["grad_norm"])  # optax's formula; torch adds 1e-6
+            grads = {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
+        grads = {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
     return new, metrics, parts.loss.weight
 
 
 def over_microbatches(
-    function: Callable[..., Any], carry: Any, batch: Any, num: int, *, is_apart: bool
+    function: Callable[..., Any], carry: Any, batch: Any, num: int, is_apart: bool
 ) -> tuple[Any, Any]:
     """Sums ``function(carry, micro-batch, index) -> (summand, carry)`` over equal parts of a batch.
 
     The last one stands outside of the loop, so that its backward and the communication can overlap. Where each one
     communicates, it is kept apart: XLA inlines a loop of one round and would communicate only once.
     """
-    if num == 1:
-        return function(carry, batch, 0)
 
     def numbered(carry: Any, piece: Any, index: Any) -> tuple[Any, Any]:
         (grads, parts, token), carry = function(carry, piece, index)
@@ -210,14 +213,6 @@ def global_norm(means: Means, layout: Layout) -> jax.Array:
     if layout.cuts and layout.ranks.num_shards > 1:  # each rank has squared its own shards
         squares = lax.psum(squares, layout.ranks.shard_axis)
     return jnp.sqrt(squares + full)
-
-
-def clip(grads: dict[str, jax.Array], layout: Layout, norm: jax.Array, max_norm: float | None) -> dict[str, jax.Array]:
-    """Scales gradients to ``max_norm``, in the dtypes in which parameters are updated."""
-    if max_norm is not None:
-        scale = jnp.minimum(1.0, max_norm / norm)  # optax's formula; torch adds 1e-6 to the norm
-        grads = {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
-    return {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
 
 
 def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:
