@@ -30,7 +30,9 @@ def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):
     assert on_gpus == [f"{backend}, {num} ranks" for num in (2, 4, 6, 8) for backend in ("XLA over NCCL", "NCCL")]
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("simulated", SMALL), ("processes", SMALL[1:])])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("simulated", SMALL), pytest.param("processes", SMALL[1:], marks=pytest.mark.full)]
+)
 def test_jax_calls_are_right_on_both_kinds_of_ranks(kind, sizes):
     sweep = Sweep("jaxddp", Ranks(2, kind), NAMES, sizes, 5, 1.0)
     rows = list(measure(Case("jax", sweep), print))

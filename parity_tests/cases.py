@@ -120,19 +120,27 @@ def whole_product() -> list[Case]:
     return [Case(*values) for values in itertools.product(*AXES.values())]
 
 
+def reference(case: Case) -> Case:
+    """What it is compared with: one device, to which strategies and micro-batches make no difference."""
+    return case._replace(strategy="", num_ranks=1, num_microbatches=1)
+
+
 def pairwise_selection() -> list[Case]:
     """A small selection in which every value of every axis meets every value of every other, but for ``LEFT_OUT``.
 
-    Greedy: next comes the case with most pairs that are not covered yet.
+    Greedy: next comes the case with most pairs that are not covered yet, of these one whose reference is there.
     """
-    candidates = {case: set(itertools.combinations(zip(AXES, case, strict=True), 2)) for case in whole_product()}
-    candidates = {case: shown for case, shown in candidates.items() if LEFT_OUT.isdisjoint(shown)}
-    pairs = set().union(*candidates.values())
-    chosen: list[Case] = []
-    while pairs:
-        # A candidate never gains new pairs, so it is dropped once it has none.
-        candidates = {case: fresh for case, shown in candidates.items() if (fresh := shown & pairs)}
-        best = max(candidates, key=lambda case: len(candidates[case]))
-        pairs -= candidates[best]
-        chosen.append(best)
+    bits: dict[Any, int] = {}  # of each pair of values
+    candidates: dict[Case, tuple[int, Case]] = {}
+    for case in whole_product():
+        shown = list(itertools.combinations(zip(AXES, case, strict=True), 2))
+        if LEFT_OUT.isdisjoint(shown):
+            mask = sum(1 << bits.setdefault(pair, len(bits)) for pair in shown)
+            candidates[case] = mask, reference(case)
+    left, chosen, references = (1 << len(bits)) - 1, [], set()
+    while left:
+        found = {case: ((mask & left).bit_count(), wanted in references) for case, (mask, wanted) in candidates.items()}
+        chosen.append(best := max(found, key=found.__getitem__))
+        left &= ~candidates[best][0]
+        references.add(reference(best))
     return chosen

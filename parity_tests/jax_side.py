@@ -16,7 +16,7 @@ from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
 from jaxddp.tree import like
 
-from .cases import LEARNING_RATES, STRATEGIES, Case
+from .cases import LEARNING_RATES, STRATEGIES, Case, reference
 from .inputs import Arrays, batches
 
 OPTIMIZERS = {
@@ -82,15 +82,33 @@ def check(cases: Sequence[Case], atol: float) -> list[tuple[Arrays, float]]:
     """Trains cases that differ in their strategy alone: weights by torch name, and how far from one device's."""
     first = cases[0]
     with jax.enable_x64(first.dtype == "float64"):
-        loss_fn, _ = _build(first.model, seed=7)
-        params = initial_params(first.model, first.dtype)
-        results = parity.check(
-            loss_fn, OPTIMIZERS[first.optimizer](), params, batches(first.model, first.dtype),
-            strategies=[_strategy(case) for case in cases], num_ranks=[first.num_ranks], atol=atol, dtype=None,
-            **_options(first),
-        )  # fmt: skip
+        params, task = initial_params(first.model, first.dtype), _task(first)
+        expected = _on_one_device(reference(first))
+        strategies = [_strategy(case) for case in cases]
         checked = []
-        for result in results:
+        for result in parity._under_strategies(task, strategies, [first.num_ranks], expected, atol):
             assert result.difference is not None
             checked.append((to_numpy(like(params, dict(result.params))), result.difference))
         return checked
+
+
+# What `parity.check` does, but one device trains once for all cases that have it as their reference.
+
+
+def _task(case: Case) -> parity._Task:
+    loss_fn, _ = _build(case.model, seed=7)
+    params = initial_params(case.model, case.dtype)
+    given = batches(case.model, case.dtype)
+    return parity._Task(loss_fn, OPTIMIZERS[case.optimizer](), params, None, given, None, _options(case))
+
+
+@functools.cache
+def _on_one_device(case: Case) -> Sequence[Arrays]:
+    return parity._on_one_device(_task(case))
+
+
+def train_on_one_device(case: Case) -> Arrays:
+    """What the case is compared with: one device, without jaxddp's step; weights by torch name."""
+    with jax.enable_x64(case.dtype == "float64"):
+        ended = {name.removeprefix(parity._PARAMS): leaf for name, leaf in _on_one_device(reference(case))[-1].items()}
+        return to_numpy(like(initial_params(case.model, case.dtype), ended))

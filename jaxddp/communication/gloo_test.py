@@ -131,9 +131,8 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "program"), [(2, SUMS + EXCHANGES), pytest.param(3, SUMS, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("num_ranks", "program"), [(2, SUMS + EXCHANGES), (3, SUMS)])
 def test_sums_are_right_where_ranks_arrive_apart_and_two_exchange_bits_and_derivatives(num_ranks, program):
     assert run_workers(program, num_ranks, num_ranks) == num_ranks * ["0"]
 

@@ -80,6 +80,7 @@ def test_the_bound_is_one_and_below_every_step(found):
         assert each.simulation.step_s > each.bound.step_s
 
 
+@pytest.mark.full
 def test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters():
     """A frozen one is not sent, and zero1 gathers half of the bytes that it sums."""
 

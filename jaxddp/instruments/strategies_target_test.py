@@ -100,17 +100,9 @@ def assert_as_planned(step, name):
     assert step.schedule.notes == ()
 
 
-def of_gpu(name):
-    """Small, except for bucketed, which other tests need large."""
-    return Case(GPU, name, LARGE if name == "bucketed" else TINY)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name in ("flat", "overlapped") else ()) for name in REPLICATED],
-)
+@some_in_full(REPLICATED, quick=("naive", "bucketed"))
 def test_compiled_is_planned_on_gpus(steps, name):
-    step = steps(of_gpu(name))
+    step = steps(Case(GPU, name))
     assert_as_planned(step, name)
     # From jax 0.11 on XLA leaves them to NCCL if the target's description has no NVLinks.
     small = {one.kernel for one in step.schedule.collectives() if one.num_bytes <= 2**17}
@@ -133,7 +125,8 @@ def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name
     )
 
 
-@some_in_full(EARLY, quick=("bucketed",))
+@pytest.mark.full
+@early_strategies
 def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
     overlap = steps(Case(GPU, name, LARGE)).schedule.overlap()
     # The head's gradient comes first, after its own 18 % of the backward; the embedding's, 27 % of the bytes, last.
@@ -191,6 +184,7 @@ def test_microbatches_are_sent_once_and_within_the_last_ones_backward(steps):
     assert overlap.bytes_in_flight > 0.7 * overlap.num_bytes  # all but the embedding's 27 %
 
 
+@pytest.mark.full
 def test_bucketed_comes_within_5_percent_of_the_lower_bound(steps):
     """Not by slower compute. Without latencies, which a step of 2 ms cannot hide."""
     planned, schedule = steps(Case(GPU, "bucketed", LARGE))

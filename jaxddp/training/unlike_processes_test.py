@@ -90,6 +90,7 @@ def ends():
     return [dict(zip(KINDS, json.loads(line), strict=True)) for line in run_workers(WORKER, 2, " ".join(KINDS))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_refused(kind, ends):
     expected = REFUSED.get(kind, "loss 9.0").replace("(", r"\(").replace(")", r"\)")
