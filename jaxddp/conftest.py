@@ -47,6 +47,19 @@ def pytest_cmdline_main(config):
         config.option.numprocesses, config.option.dist = 0, "no"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """File by file, but what runs ranks of torch in one process: eight ranks there import torch for half a minute."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "ranks" if nodeid.startswith(("torchref/", "parity_tests/")) else super()._split_scope(nodeid)
+
+    is_default = config.option.dist == "loadfile" and "not full" in config.option.markexpr
+    return ByFile(config, log) if is_default else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Gives the GPUs back to tests of them, without preallocation: both frameworks' processes use them in turn."""

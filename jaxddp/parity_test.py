@@ -41,14 +41,14 @@ def torch_loss(net, batch):
 
 def test_every_strategy_and_torch_end_where_one_device_does():
     results = jaxddp.parity.check(
-        loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=(1, 2),
+        loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2],
         torch=(Net(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-4)),
     )  # fmt: skip
     assert [(one.strategy, one.num_ranks) for one in results] == [
-        *((name, count) for name in jaxddp.STRATEGIES for count in (1, 2)), ("PyTorch", 1),
+        *((name, 2) for name in jaxddp.STRATEGIES), ("PyTorch", 1),
     ]  # fmt: skip
     assert all(one.step is None and one.difference <= 1e-12 for one in results)
-    assert results[0].difference == 0 or results[1].difference > 0  # they are measured
+    assert any(one.difference > 0 for one in results)  # they are measured
 
 
 @pytest.mark.parametrize("kind", ["weighted", "aux"])
@@ -87,9 +87,10 @@ def test_options_of_the_trainer():
     for one in results:
         assert np.all(one.params["up.bias"] == 0) and np.all(one.params["up.kernel"] != PARAMS["up"]["kernel"])
     unclipped = jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
-    (whole,) = jaxddp.parity.check(
-        loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2], max_grad_norm=0.1
+    whole, on_two = jaxddp.parity.check(
+        loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[1, 2], max_grad_norm=0.1
     )
+    assert (whole.num_ranks, on_two.num_ranks) == (1, 2)
     assert np.any(whole.params["up.kernel"] != unclipped[0].params["up.kernel"])
 
 

@@ -60,7 +60,7 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
         assert overlap.bytes_started_after_backward <= overlap.num_bytes / 2
 
 
-@strategies
+@quick_for("naive", "overlapped", "bucketed")
 def test_the_trainers_program_is_the_plan(model, strategy):
     assert_the_program_is_the_plan(model, strategy, 1)
 

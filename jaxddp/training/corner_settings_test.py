@@ -50,22 +50,20 @@ def test_strict_promotion_of_integer_weights(name, dtype):
         assert metrics["loss"] == expected_metrics["loss"]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_frozen_prng_key(name):
+def test_a_frozen_prng_key():
     def loss_fn(params, batch):
         noise = jax.random.normal(params["key"], batch["x"].shape)
         return jnp.mean(((batch["x"] + noise) @ params["w"]) ** 2)
 
-    trainer = make(loss_fn, name, trainable=lambda name: name == "w")
+    trainer = make(loss_fn, "zero3", trainable=lambda name: name == "w")
     params = {"w": jnp.ones((3, 2)), "key": jax.random.key(3)}
     state, metrics = trainer.step(trainer.init(params), BATCH)
     assert jnp.isfinite(metrics["loss"])
     assert jax.random.key_data(trainer.params(state)["key"]).tolist() == jax.random.key_data(params["key"]).tolist()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_copy_of_a_used_trainer(name):
-    trainer = make(loss_fn, name)
+def test_a_copy_of_a_used_trainer():
+    trainer = make(loss_fn, "zero1")
     state, _ = trainer.step(trainer.init({"w": jnp.ones((3, 2))}), BATCH)
     twin = copy.deepcopy(trainer)
     expected = trainer.params(state)

@@ -34,10 +34,15 @@ def make(strategy, loss_fn=loss_fn, optimizer=None, num_ranks=2, mesh=None, **op
 def on_one_device(loss_fn, params, batch, optimizer=None, steps=1):
     """Parameters after some steps."""
     optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
     state = optimizer.init(params)
     for _ in range(steps):
-        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state)
     return params
 
 

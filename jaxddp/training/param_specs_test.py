@@ -81,9 +81,14 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     params, optimizer = model(), optax.adamw(1e-2)
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
     opt_state = clipped.init(params)
-    for batch in batches():
+
+    @jax.jit
+    def step(params, opt_state, batch):
         updates, opt_state = clipped.update(jax.grad(loss_fn)(params, batch), opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in batches():
+        params, opt_state = step(params, opt_state, batch)
 
     averaging = optax.chain(optimizer, jaxddp.params_ema(0.0))  # whose average is the parameters
     trainer = jaxddp.Trainer(
