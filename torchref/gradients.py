@@ -33,41 +33,22 @@ class PartialGradient(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class ResumedGradient(PartialGradient):
-    """A gradient that was added where a ``SpentGradient`` stood: nobody has cleared that."""
-
-
 class SpentGradient(torch.Tensor):
-    """Stands where a full gradient was until it was reduced into shards, and is gone when that gradient is cleared.
-
-    Autograd adds to it as to a zero, and the type of the sum tells that it stood there. It has no elements.
-    """
+    """Stands for a full gradient that was or is being reduced into shards, and is gone when that is cleared."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__repr__:
             return "SpentGradient()"
-        if func is torch.Tensor.untyped_storage:  # for whoever counts what tensors hold
-            return torch.UntypedStorage(0)
-        if getattr(func, "__name__", "") not in ("__get__", "dim", "is_floating_point", "is_complex"):
+        if getattr(func, "__name__", "") not in ("__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"):
             raise RuntimeError(
-                "this gradient was reduced into the ranks' shards: call clip_grad_norm_ or grad_norm of the wrapper"
-                " after finish_gradient_synchronization, or zero_grad() before other uses"
+                "this gradient is reduced into the ranks' shards: call finish_gradient_synchronization after the"
+                " backward, then call clip_grad_norm_ or grad_norm of the wrapper in place of torch's, or zero_grad()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> torch.Tensor:
-        """Adds to it, which autograd does past ``__torch_function__``; anything else is a bug."""
-        assert func is torch.ops.aten.add.Tensor and isinstance(args[1], SpentGradient), func
-        return args[0].clone().as_subclass(ResumedGradient)
-
 
 def spent_gradient(parameter: torch.Tensor) -> SpentGradient:
-    """A stand-in for the gradient of a parameter, of its shape and without elements."""
-    indices = torch.empty(parameter.dim(), 0, dtype=torch.int64, device=parameter.device)
-    empty = torch.sparse_coo_tensor(indices, parameter.new_empty(0), parameter.shape, check_invariants=True)
-    return torch.Tensor._make_subclass(SpentGradient, empty)
+    """A stand-in for the gradient of a parameter: of its shape, in the memory of one element."""
+    return torch.Tensor._make_subclass(SpentGradient, parameter.detach().new_zeros(()).expand(parameter.shape))

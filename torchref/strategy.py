@@ -161,7 +161,9 @@ class DataParallel(nn.Module, abc.ABC):
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The optimizer's gradients: those replicated on every rank, and this rank's shards."""
-        return [p.grad.as_subclass(torch.Tensor) for p in self.module.parameters() if p.grad is not None], []
+        grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
+        replicated = [grad for name, grad in grads.items() if name not in self._sharded]
+        return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
     def names_to_shard(self) -> Collection[str]:
         """Names of parameters that are left out of the plan, because ``shard`` shards them."""
@@ -297,6 +299,7 @@ class DataParallel(nn.Module, abc.ABC):
             with torch.enable_grad():
                 alias: Any = self._trained[name].view_as(self._trained[name])
             node = alias.grad_fn.next_functions[0][0]
+            node.register_prehook(partial(weakly(self.make_room), name))
             # After the hooks that users put on the parameter, whenever they do: as DistributedDataParallel's.
             node.register_hook(partial(weakly(self._on_arrival), name))
             self._accumulators.append(node)
@@ -380,6 +383,9 @@ class DataParallel(nn.Module, abc.ABC):
     def end_microbatch(self) -> None:
         """Called before the forward that follows a backward, for those that reduce in each."""
 
+    def make_room(self, name: str, *_: Any) -> None:
+        """Called before a gradient is added to what its parameter has."""
+
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcasts the buffers from rank 0, changed or not: no rank knows whether another's have changed."""
@@ -430,6 +436,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zeros if it has none."""
+        self.make_room(name)
         parameter = self._trained[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

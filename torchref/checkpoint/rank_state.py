@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..communication.collectives import all_gather
-from ..communication.sharding import Cut
+from ..communication.sharding import Cut, gather_whole
 from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer
@@ -102,8 +101,7 @@ class RankState(NamedTuple):
         whole: dict[str, Any] = {}
         for name, (one, cut) in self.held().items():
             if cut is not None:
-                rows = all_gather(one.detach().as_subclass(torch.Tensor).reshape(-1))
-                one = cut.from_rows(rows.view(num_ranks(), -1))  # noqa: PLW2901
+                one = gather_whole(one, cut)  # noqa: PLW2901
             if rank() == 0:
                 on_host = one.detach().cpu() if isinstance(one, torch.Tensor) else one
                 # All of a storage would be written.

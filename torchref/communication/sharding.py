@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, dtype_bytes
+
+from .collectives import all_gather
 
 
 class Cut(NamedTuple):
@@ -70,6 +73,12 @@ def cut(shape: Sequence[int], num_ranks: int) -> Cut:
     """Cuts along the first dimension that the number of ranks divides; flat and padded where it divides none."""
     divisible = (dim for dim, size in enumerate(shape) if size and size % num_ranks == 0)
     return Cut(tuple(shape), num_ranks, next(divisible, None))
+
+
+def gather_whole(shard: torch.Tensor, how: Cut, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """All-gathers a tensor of which each rank of a group has its shard; every rank calls it."""
+    flat = shard.detach().as_subclass(torch.Tensor).reshape(-1)
+    return how.from_rows(all_gather(flat, group).view(how.num_ranks, -1))
 
 
 def num_bytes(bucket: Bucket, num_ranks: int) -> int:

@@ -64,11 +64,11 @@ class Unit:
         if self.shards:
             self.handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
 
-    def gather(self, is_own_dtype: bool = False) -> dict[str, torch.Tensor]:
-        """All-gathers the shards; gives full tensors by name, in the compute dtype, or each in its own."""
+    def gather(self) -> dict[str, torch.Tensor]:
+        """All-gathers the shards; gives full tensors by name, in the compute dtype."""
         full = {}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for bucket in (self._plan(list(self.shards), None) if is_own_dtype else self.compute_plan).buckets:
+            for bucket in self.compute_plan.buckets:
                 shards = {tensor.name: self.shards[tensor.name].detach() for tensor in bucket.tensors}
                 row = pack_row(bucket, {name: one.to(getattr(torch, bucket.dtype)) for name, one in shards.items()})
                 if self._net.num_ranks > 1:
@@ -113,7 +113,7 @@ class Unit:
                 self._net.uses.append(f"reduce-scatter of {self.name}")
                 row, work = reduce_scatter(buffer, self._net.process_group, async_op=True)
             else:
-                row, work = buffer, None
+                row, work = buffer.clone(), None  # autograd may need the gradient as it is
             self._net.add_sum(work, buffer, self, bucket, row.view(-1))
 
     def drop(self) -> None:

@@ -34,8 +34,8 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, Ten
 
 from ..agreement import check_alike, group_device
 from ..communication.in_flight import InFlight
-from ..communication.sharding import Cut, cut, num_bytes, unpack_row
-from ..gradients import PartialGradient
+from ..communication.sharding import Cut, cut, gather_whole, num_bytes, unpack_row
+from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
 from .layers import Unit
@@ -95,7 +95,7 @@ class FSDP(Replicated):
         self._bucket_mb, self._rule, self.compute_dtype = bucket_mb, rule, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         self._in_flight = InFlight(weakly(self._accumulate))
-        self._finished: dict[str, torch.Tensor] = {}  # means that synchronisations have left in shards, by name
+        self._sums: dict[str, torch.Tensor] = {}  # over ranks and backwards, of this rank's shards by name
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
         self._order: torch.Tensor | None = None  # checksums of their order, over ranks
         super().__init__(module, **options)
@@ -133,8 +133,8 @@ class FSDP(Replicated):
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """As in ``DataParallel``, in the original shapes and dtypes."""
         full = super().gather_full_params()
-        for prefix, unit in self._named_units():
-            full.update((f"{prefix}{name}", tensor) for name, tensor in unit.gather(is_own_dtype=True).items())
+        for name, (one, how) in self.layout().items():
+            full[name] = gather_whole(one, how, self.process_group)
         return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
 
     def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
@@ -152,18 +152,21 @@ class FSDP(Replicated):
         """Shards get their part of the means; replicated parameters as in ``Replicated``."""
         self.end_microbatch()
         self._compare_order()
-        for name, shard in self._shards():
-            if shard.grad is None:
-                shard.grad = torch.zeros_like(shard)
-            if shard.grad is self._finished.get(name):  # nothing has come
-                shard.grad.mul_(self.num_ranks)
-            shard.grad = self._partial(shard.grad.as_subclass(torch.Tensor).div_(denominator))
-            self._finished[name] = shard.grad
+        for name, one in self._shards():
+            total, before = self._sums.pop(name, None), one.grad
+            if total is None:
+                mean = torch.zeros_like(one) if before is None else before
+            else:
+                mean = total.div_(denominator)
+                if not isinstance(before, SpentGradient):
+                    mean = before.as_subclass(torch.Tensor).add_(mean)
+            one.grad = mean.as_subclass(PartialGradient) if self.num_ranks > 1 else mean
         super().finish_reductions(denominator)
 
     def drop_reductions(self) -> None:
-        """Drops what is in flight, and what was gathered for the backward."""
+        """Drops what is in flight or has arrived, and what was gathered for the backward."""
         self._in_flight.forget()
+        self._sums = {}
         for unit in self._units.values():
             unit.drop()
         super().drop_reductions()
@@ -173,12 +176,6 @@ class FSDP(Replicated):
         self._in_flight.wait()
         for unit in self._units.values():
             unit.drop()
-
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Replicated ones, and those of the shards."""
-        grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
-        replicated = [grad for name, grad in grads.items() if name not in self._sharded]
-        return replicated, [grad for name, grad in grads.items() if name in self._sharded]
 
     @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,33 +200,22 @@ class FSDP(Replicated):
         return ((name, one) for name, one in self._trained.items() if name in self._sharded)
 
     def add_sum(self, work: Any, buffer: torch.Tensor, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
-        """A unit's gradients are on their way to ``shard.grad``, zeros until then; a mean that is there is a sum again.
-
-        Whoever clears that gradient meanwhile has cleared what is on its way.
-        """
+        """A unit's gradients are on their way; until they are synchronised, a ``SpentGradient`` stands for them."""
         self._begin_pass()
-        grads = []
         for tensor in bucket.tensors:
             shard = unit.shards[tensor.name]
-            if shard.grad is None:
-                shard.grad = self._partial(torch.zeros_like(shard))
-            elif shard.grad is self._finished.pop(shard.full_name, None):
-                shard.grad.as_subclass(torch.Tensor).mul_(self.num_ranks)
-            if self._sent.get(shard.full_name, (None,))[0] is not shard.grad:
-                self._note_sent(shard.full_name)
-            grads.append(shard.grad)
-        self._in_flight.add(work, buffer, unit, bucket, row, grads)
-
-    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor, grads: list[torch.Tensor]) -> None:
-        for (name, part), grad in zip(unpack_row(bucket, row, unit.cuts).items(), grads, strict=True):
-            shard = unit.shards[name]
-            if shard.grad is grad:
+            if shard.full_name in self._sent:
                 self._check_sent([shard.full_name])
-                grad.as_subclass(torch.Tensor).add_(part)
-                self._note_sent(shard.full_name)
+                continue
+            if shard.grad is None:  # else it has the mean of an earlier synchronisation
+                shard.grad = spent_gradient(shard.as_subclass(torch.Tensor))
+            self._note_sent(shard.full_name)
+        self._in_flight.add(work, buffer, unit, bucket, row)
 
-    def _partial(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.as_subclass(PartialGradient) if self.num_ranks > 1 else grad
+    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
+        for name, part in unpack_row(bucket, row, unit.cuts).items():
+            full_name = unit.shards[name].full_name
+            self._sums[full_name] = self._sums[full_name].add_(part) if full_name in self._sums else part
 
     def _compare_order(self) -> None:
         """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.

@@ -27,7 +27,7 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.in_flight import InFlight
 from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
-from ..gradients import PartialGradient, ResumedGradient, SpentGradient, spent_gradient
+from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
@@ -99,7 +99,7 @@ class ZeRO1(DataParallel):
         self._may_step = False
         self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
-        self._sums: list[torch.Tensor | None] = [None] * len(self.plan.buckets)  # over micro-batches
+        self._sums: dict[str, torch.Tensor] = {}  # over ranks and micro-batches, of this rank's shards by name
         self._in_flight = InFlight(weakly(self._accumulate))
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -144,7 +144,6 @@ class ZeRO1(DataParallel):
         self.on_train_batch_start()
         for tensor in (*self._trained.values(), *self._shards.values()):
             tensor.grad = None
-        self._sums = [None] * len(self.plan.buckets)
 
     def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """Reduce-scatters, once or in each micro-batch, and all-gathers."""
@@ -156,12 +155,10 @@ class ZeRO1(DataParallel):
     def start_reduction(self, index: int) -> None:
         """Reduce-scatters a bucket."""
         bucket = self.plan.buckets[index]
-        for tensor in bucket.tensors:
-            self._check_resumed(tensor.name)
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_rows(bucket, grads, self._cuts)
         row, work = reduce_scatter(buffer, self.process_group, async_op=True)
-        self._in_flight.add(work, buffer, index, row.view(-1))
+        self._in_flight.add(work, buffer, bucket, row.view(-1))
         if self.each_microbatch:
             for tensor in bucket.tensors:
                 self._trained[tensor.name].grad = self._spent[tensor.name]
@@ -169,24 +166,20 @@ class ZeRO1(DataParallel):
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
         self._in_flight.wait()
-        means: dict[str, torch.Tensor] = {}
-        for bucket, row in zip(self.plan.buckets, self._sums, strict=True):
-            assert row is not None
-            means |= unpack_row(bucket, row.div_(denominator), self._cuts)
         for name in self._trained.keys() - self._bucket_of.keys():
-            self._check_resumed(name)
-            means[name] = self._cuts[name].local_shard(self._grad(name), self._rank).div_(denominator)
-        for name, mean in means.items():
+            self._sums[name] = self._cuts[name].local_shard(self._grad(name), self._rank)
+        torch._foreach_div_(list(self._sums.values()), denominator)
+        for name, mean in self._sums.items():
             before = self._shards[name].grad
             total = mean if before is None else before.add_(mean)
             self._shards[name].grad = total.as_subclass(PartialGradient) if self.num_ranks > 1 else total
             self._trained[name].grad = self._spent[name]  # frees the local gradient
-        self._sums = [None] * len(self.plan.buckets)
+        self._sums = {}
 
     def drop_reductions(self) -> None:
         """Drops what is in flight, and the sums over micro-batches."""
         self._in_flight.forget()
-        self._sums = [None] * len(self.plan.buckets)
+        self._sums = {}
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those of this rank's shards."""
@@ -201,21 +194,18 @@ class ZeRO1(DataParallel):
             self._expect_gradients()
             self._has_begun = True
 
-    def _accumulate(self, index: int, row: torch.Tensor) -> None:
-        """Adds a reduced bucket to the sum over micro-batches."""
-        before = self._sums[index]
-        self._sums[index] = row if before is None else before.add_(row)
-
-    def _check_resumed(self, name: str) -> None:
-        """Drops what a shard has of earlier backwards if the module's gradient was cleared since."""
-        parameter, index = self._trained[name], self._bucket_of.get(name)
+    def make_room(self, name: str, *_: Any) -> None:
+        """Takes the stand-in away; if it was cleared, so is what this rank has of earlier backwards."""
+        parameter = self._trained[name]
         if isinstance(parameter.grad, SpentGradient):
-            parameter.grad = None  # nothing has come; zeros are added
-        elif not isinstance(parameter.grad, ResumedGradient):
+            parameter.grad = None
+        elif parameter.grad is None:
             self._shards[name].grad = None
-            row = None if index is None else self._sums[index]
-            if index is not None and row is not None:
-                unpack_row(self.plan.buckets[index], row, self._cuts)[name].zero_()
+            self._sums.pop(name, None)
+
+    def _accumulate(self, bucket: Bucket, row: torch.Tensor) -> None:
+        for name, part in unpack_row(bucket, row, self._cuts).items():
+            self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
 
     def _drop_cleared(self) -> None:
         """Clears in shards what was cleared in the module; refuses gradients that were put there."""
