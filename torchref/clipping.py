@@ -16,19 +16,17 @@ import torch.distributed as dist
 from jaxddp.arguments import is_number
 
 
-def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all tensors together."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
-
-
-def sharded_norm(
-    shards: Sequence[torch.Tensor], replicated: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+def global_norm(
+    tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor] = (), group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Euclidean norm, at least in float32, of all ranks' shards and of what is equal on every rank, together."""
-    squares = _sum_of_squares(shards)
+    """Euclidean norm of tensors that are equal on every rank and, at least in float32, of all ranks' shards."""
+    if not shards:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    norms = [global_norm(part) for part in (shards, tensors) if part]
+    squares = [norm.to(torch.promote_types(norm.dtype, torch.float32)).square() for norm in norms]
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(squares, group=group)  # not recorded: it carries no gradients
-    return torch.sqrt(squares + _sum_of_squares(replicated) if replicated else squares)
+        dist.all_reduce(squares[0], group=group)  # not recorded: it carries no gradients
+    return torch.sqrt(sum(squares[1:], squares[0]))
 
 
 def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -36,8 +34,3 @@ def clip_to_norm_(tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm:
     if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(f"max_norm (={max_norm!r}) must be positive")
     torch._foreach_mul_(list(tensors), torch.clamp(max_norm / norm, max=1.0))
-
-
-def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norm = global_norm(tensors)
-    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square()

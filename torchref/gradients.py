@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm}
+_LOOKS = {"__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"}
 _SCALERS = {torch._amp_foreach_non_finite_check_and_unscale_}
 
 
@@ -40,7 +41,7 @@ class SpentGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__repr__:
             return "SpentGradient()"
-        if getattr(func, "__name__", "") not in ("__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"):
+        if getattr(func, "__name__", "") not in _LOOKS:
             raise RuntimeError(
                 "this gradient is reduced into the ranks' shards: call finish_gradient_synchronization after the"
                 " backward, then call clip_grad_norm_ or grad_norm of the wrapper in place of torch's, or zero_grad()"

@@ -40,10 +40,10 @@ from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import check_alike
-from .clipping import clip_to_norm_, global_norm, sharded_norm
+from .clipping import clip_to_norm_, global_norm
 from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
-from .communication.sharding import Cut
+from .communication.sharding import Cut, gather_whole
 from .gradients import PartialGradient
 
 Sync = Literal["finish", "backward"]
@@ -73,6 +73,7 @@ class DataParallel(nn.Module, abc.ABC):
     owns_optimizer: ClassVar[bool] = False
     gathers_in_forward: ClassVar[bool] = False
     each_microbatch: bool = False
+    _sharded: frozenset[str] = frozenset()  # names of parameters that are in no plan, because the module holds shards
 
     def __init__(
         self,
@@ -116,7 +117,6 @@ class DataParallel(nn.Module, abc.ABC):
             check_alike(versions | chosen | _describe(module), process_group)
         if not self._trained:
             raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
-        self._sharded = frozenset(self.names_to_shard())
         specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
         self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
@@ -126,14 +126,13 @@ class DataParallel(nn.Module, abc.ABC):
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
-        self.shard()
-        self._wrapped = self._held()
         # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
         self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
         self._is_finished = False  # synchronised, and no forward since
         self._outermost: int | None = None  # autograd's number of the backward at whose end ``_end_backward`` runs
         self._expect_gradients()
         self._add_hooks()
+        self._wrapped = self._held()
 
     @abc.abstractmethod
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -164,13 +163,6 @@ class DataParallel(nn.Module, abc.ABC):
         grads = {name: p.grad.as_subclass(torch.Tensor) for name, p in self._trained.items() if p.grad is not None}
         replicated = [grad for name, grad in grads.items() if name not in self._sharded]
         return replicated, [grad for name, grad in grads.items() if name in self._sharded]
-
-    def names_to_shard(self) -> Collection[str]:
-        """Names of parameters that are left out of the plan, because ``shard`` shards them."""
-        return ()
-
-    def shard(self) -> None:
-        """Turns those parameters into shards, after the broadcast and all checks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; a RuntimeError if parameters have changed since a backward that was never finished."""
@@ -266,7 +258,7 @@ class DataParallel(nn.Module, abc.ABC):
         replicated, shards = self.gradients()
         if not replicated and not shards:
             raise RuntimeError("there are no gradients: call finish_gradient_synchronization after the backward")
-        return sharded_norm(shards, replicated, self.process_group) if shards else global_norm(replicated)
+        return global_norm(replicated, shards, self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon; returns that before."""
@@ -277,8 +269,11 @@ class DataParallel(nn.Module, abc.ABC):
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """Copies all parameters in full, by name, a shared one under each of its names; call it on every rank."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: p.detach().clone() for name, p in named if name not in self._sharded}
+        full: dict[str, torch.Tensor] = {}
+        for name, one in self.module.named_parameters(remove_duplicate=False):
+            how = getattr(one, "cut", None)  # of a shard in the module
+            full[name] = one.detach().clone() if how is None else gather_whole(one, how, self.process_group)
+        return full
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(

@@ -25,12 +25,12 @@ def check_against_the_library(group=None):
 
 def check_any_data():
     rank = dist.get_rank()
-    x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
-    # 8 summands of size about 1, each addition off by at most 2^-24 of a partial sum that stays below 16.
-    tolerance = 8 * 16 * 2**-24
+    x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    # 4 summands of size about 1, each addition off by at most 2^-24 of a partial sum that stays below 16.
+    tolerance = 4 * 16 * 2**-24
     assert (ring_all_reduce(x[rank]) - x.sum(dim=0)).abs().max() <= tolerance
     # Strides, and a leaf that requires a gradient.
-    wide = x[:, :64].reshape(8, 8, 8).clone().requires_grad_()
+    wide = x[:, :64].reshape(4, 8, 8).clone().requires_grad_()
     total = ring_all_reduce(wide[rank].t())
     assert not total.requires_grad
     assert (total - wide.detach().sum(dim=0).t()).abs().max() <= tolerance
@@ -54,13 +54,13 @@ def sends():
     return recorded
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_ring_equals_the_library_for_any_number_of_ranks(ranks, num_ranks):
     ranks.run(check_against_the_library, num_ranks=num_ranks)
 
 
 def test_any_data_agree_up_to_rounding(ranks):
-    ranks.run(check_any_data, num_ranks=8)
+    ranks.run(check_any_data, num_ranks=4)
 
 
 def test_results_are_new_tensors(ranks):

@@ -31,7 +31,7 @@ from jaxddp.communication.buckets import BucketPlan, plan_buckets
 
 from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.sharding import Cut, pack_row, pack_rows, unpack_rows
+from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
 from .shards import Shard
 
 
@@ -114,7 +114,7 @@ class Unit:
                 row, work = reduce_scatter(buffer, self._net.process_group, async_op=True)
             else:
                 row, work = buffer.clone(), None  # autograd may need the gradient as it is
-            self._net.add_sum(work, buffer, self, bucket, row.view(-1))
+            self._net.add_sum(unpack_row(bucket, row.view(-1), self.cuts), self, work, buffer)
 
     def drop(self) -> None:
         """Frees the tensors gathered for the backward."""

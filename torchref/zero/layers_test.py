@@ -101,7 +101,7 @@ def saved_by_the_graph(reentrant):
         shards_only = all(type(parameter) is Shard for parameter in net.parameters())
         in_place = any("weight" in module.__dict__ or "gate" in module.__dict__ for module in net.modules())
         output.sum().backward()
-    still_gathered = any(unit._again for unit in net._units.values())
+    still_gathered = any(unit._again for unit in net._units)
     return *found, shards_only and not in_place and not still_gathered
 
 
@@ -128,7 +128,7 @@ def frozen_layers():
     x = torch.ones(1, 4, dtype=torch.float64)
     for one in (net, alone):
         one(x).square().sum().backward()
-    assert net._units["1"]._again is None
+    assert net._units[1]._again is None
     net.finish_gradient_synchronization()
     assert module[1].weight.grad is None
     bias = local_part(alone[0].bias.grad)
@@ -171,7 +171,7 @@ def failing_forward():
         net.module.first(torch.ones(1, 3, dtype=torch.float64))
     with pytest.raises(TypeError):
         net.module.swiglu(torch.ones(1, WIDTH, dtype=torch.float64))
-    assert all(not unit._uses for unit in net._units.values())
+    assert all(not unit._uses for unit in net._units)
     assert "weight" not in net.module.first[0].__dict__
     assert torch.equal(net(tokens(0)), expected)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
 from ..agreement import check_alike, group_device
-from ..communication.in_flight import InFlight
-from ..communication.sharding import Cut, cut, gather_whole, num_bytes, unpack_row
+from ..communication.in_flight import ShardSums
+from ..communication.sharding import Cut, cut, num_bytes
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
@@ -94,8 +94,9 @@ class FSDP(Replicated):
                 )
         self._bucket_mb, self._rule, self.compute_dtype = bucket_mb, rule, compute_dtype
         self._to_shard = _find_units(module, shard_types)
-        self._in_flight = InFlight(weakly(self._accumulate))
-        self._sums: dict[str, torch.Tensor] = {}  # over ranks and backwards, of this rank's shards by name
+        ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
+        self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
+        self._sums = ShardSums()
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
         self._order: torch.Tensor | None = None  # checksums of their order, over ranks
         super().__init__(module, **options)
@@ -104,44 +105,16 @@ class FSDP(Replicated):
         """Buckets of the replicated parameters."""
         return plan_buckets(tensors, self._bucket_mb, rule=self._rule)
 
-    def names_to_shard(self) -> Collection[str]:
-        """Those directly in units."""
-        ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
-        return {name for name, parameter in self.module.named_parameters() if id(parameter) in ids}
-
-    def shard(self) -> None:
-        """Shards the parameters of the units, and registers their hooks."""
-        rank = dist.get_rank(self.process_group)
-        for name, parameter in self.module.named_parameters():
-            if name in self._sharded:
-                make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
-        self._units: dict[str, Unit] = {}
-        for name, module in self.module.named_modules():
-            is_sharded = module in self._to_shard
-            if is_sharded or (_direct(module) and self.compute_dtype is not None):
-                self._units[name] = Unit(name, module, is_sharded, self)
-        del self._to_shard
-
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """The parameters of all units are shards, in the module as well; a shared one under each of its names."""
-        return {
-            f"{prefix}{name}": (one, one.cut)
-            for prefix, unit in self._named_units()
-            for name, one in unit.shards.items()
-        }
-
-    def gather_full_params(self) -> dict[str, torch.Tensor]:
-        """As in ``DataParallel``, in the original shapes and dtypes."""
-        full = super().gather_full_params()
-        for name, (one, how) in self.layout().items():
-            full[name] = gather_whole(one, how, self.process_group)
-        return {name: full[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: (one, one.cut) for name, one in named if isinstance(one, Shard)}
 
     def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
         """The collectives if all units run once, in order, on inputs that need a gradient."""
         forward: list[tuple[str, int]] = []
         backward: list[tuple[str, int]] = []
-        for unit in self._units.values() if self.num_ranks > 1 else ():
+        for unit in self._units if self.num_ranks > 1 else ():
             gathers = [("all-gather", num_bytes(one, self.num_ranks)) for one in unit.compute_plan.buckets]
             sums = [("reduce-scatter", num_bytes(one, self.num_ranks)) for one in unit.reduce_plan.buckets]
             forward += gathers
@@ -152,29 +125,27 @@ class FSDP(Replicated):
         """Shards get their part of the means; replicated parameters as in ``Replicated``."""
         self.end_microbatch()
         self._compare_order()
+        means = self._sums.means(denominator)
         for name, one in self._shards():
-            total, before = self._sums.pop(name, None), one.grad
-            if total is None:
+            mean, before = means.get(name), one.grad
+            if mean is None:  # nothing has come
                 mean = torch.zeros_like(one) if before is None else before
-            else:
-                mean = total.div_(denominator)
-                if not isinstance(before, SpentGradient):
-                    mean = before.as_subclass(torch.Tensor).add_(mean)
+            elif before is not None and not isinstance(before, SpentGradient):  # an earlier mean
+                mean += before.as_subclass(torch.Tensor)
             one.grad = mean.as_subclass(PartialGradient) if self.num_ranks > 1 else mean
         super().finish_reductions(denominator)
 
     def drop_reductions(self) -> None:
         """Drops what is in flight or has arrived, and what was gathered for the backward."""
-        self._in_flight.forget()
-        self._sums = {}
-        for unit in self._units.values():
+        self._sums.forget()
+        for unit in self._units:
             unit.drop()
         super().drop_reductions()
 
     def end_microbatch(self) -> None:
         """Waits for the sums in flight."""
-        self._in_flight.wait()
-        for unit in self._units.values():
+        self._sums.wait()
+        for unit in self._units:
             unit.drop()
 
     @torch._disable_dynamo
@@ -184,38 +155,37 @@ class FSDP(Replicated):
         return super().forward(*args, **kwargs)
 
     def _add_hooks(self) -> None:
+        """Shards the parameters of the units too, after the broadcast and all checks."""
+        rank = dist.get_rank(self.process_group)
+        for name, parameter in self.module.named_parameters():
+            if name in self._sharded:
+                make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
+        self._units = [
+            Unit(name, one, one in self._to_shard, self)
+            for name, one in self.module.named_modules()
+            if one in self._to_shard or (_direct(one) and self.compute_dtype is not None)
+        ]
+        del self._to_shard
         super()._add_hooks()
         after_step = register_optimizer_step_post_hook(weakly(self._after_step))
-        for handle in (after_step, *(one for unit in self._units.values() for one in unit.handles)):
+        for handle in (after_step, *(one for unit in self._units for one in unit.handles)):
             weakref.finalize(self, handle.remove)
-
-    def _named_units(self) -> Iterator[tuple[str, Unit]]:
-        """The units, under each of their names, with what comes before the parameters' names in it."""
-        of_module = {module: self._units.get(name) for name, module in self.module.named_modules()}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            if (unit := of_module[module]) is not None:
-                yield prefix and f"{prefix}.", unit
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self._trained.items() if name in self._sharded)
 
-    def add_sum(self, work: Any, buffer: torch.Tensor, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
+    def add_sum(self, parts: dict[str, torch.Tensor], unit: Unit, work: Any, buffer: torch.Tensor) -> None:
         """A unit's gradients are on their way; until they are synchronised, a ``SpentGradient`` stands for them."""
         self._begin_pass()
-        for tensor in bucket.tensors:
-            shard = unit.shards[tensor.name]
+        shards = {unit.shards[name]: part for name, part in parts.items()}
+        for shard in shards:
             if shard.full_name in self._sent:
                 self._check_sent([shard.full_name])
                 continue
             if shard.grad is None:  # else it has the mean of an earlier synchronisation
                 shard.grad = spent_gradient(shard.as_subclass(torch.Tensor))
             self._note_sent(shard.full_name)
-        self._in_flight.add(work, buffer, unit, bucket, row)
-
-    def _accumulate(self, unit: Unit, bucket: Bucket, row: torch.Tensor) -> None:
-        for name, part in unpack_row(bucket, row, unit.cuts).items():
-            full_name = unit.shards[name].full_name
-            self._sums[full_name] = self._sums[full_name].add_(part) if full_name in self._sums else part
+        self._sums.add({shard.full_name: part for shard, part in shards.items()}, work, buffer)
 
     def _compare_order(self) -> None:
         """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.

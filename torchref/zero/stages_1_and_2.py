@@ -14,6 +14,7 @@ micro-batch and adds up shards: 1/N of the gradients and the two buckets in flig
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, Ten
 
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.in_flight import InFlight
+from ..communication.in_flight import MAX_IN_FLIGHT, ShardSums
 from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..gradients import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
@@ -99,8 +100,7 @@ class ZeRO1(DataParallel):
         self._may_step = False
         self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
-        self._sums: dict[str, torch.Tensor] = {}  # over ranks and micro-batches, of this rank's shards by name
-        self._in_flight = InFlight(weakly(self._accumulate))
+        self._sums = ShardSums()
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets up to the cap, in which the updated parameters are gathered as well."""
@@ -158,28 +158,24 @@ class ZeRO1(DataParallel):
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_rows(bucket, grads, self._cuts)
         row, work = reduce_scatter(buffer, self.process_group, async_op=True)
-        self._in_flight.add(work, buffer, bucket, row.view(-1))
+        self._sums.add(unpack_row(bucket, row.view(-1), self._cuts), work, buffer)
         if self.each_microbatch:
             for tensor in bucket.tensors:
                 self._trained[tensor.name].grad = self._spent[tensor.name]
 
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
-        self._in_flight.wait()
-        for name in self._trained.keys() - self._bucket_of.keys():
-            self._sums[name] = self._cuts[name].local_shard(self._grad(name), self._rank)
-        torch._foreach_div_(list(self._sums.values()), denominator)
-        for name, mean in self._sums.items():
+        unplanned = self._trained.keys() - self._bucket_of.keys()
+        self._sums.add({name: self._cuts[name].local_shard(self._grad(name), self._rank) for name in unplanned})
+        for name, mean in self._sums.means(denominator).items():
             before = self._shards[name].grad
             total = mean if before is None else before.add_(mean)
             self._shards[name].grad = total.as_subclass(PartialGradient) if self.num_ranks > 1 else total
             self._trained[name].grad = self._spent[name]  # frees the local gradient
-        self._sums = {}
 
     def drop_reductions(self) -> None:
         """Drops what is in flight, and the sums over micro-batches."""
-        self._in_flight.forget()
-        self._sums = {}
+        self._sums.forget()
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those of this rank's shards."""
@@ -190,7 +186,7 @@ class ZeRO1(DataParallel):
         """Stage 2 adds up the shards of a backward that another one follows."""
         if self.each_microbatch and self._ready:
             self._start_all()
-            self._in_flight.wait()
+            self._sums.wait()
             self._expect_gradients()
             self._has_begun = True
 
@@ -201,11 +197,7 @@ class ZeRO1(DataParallel):
             parameter.grad = None
         elif parameter.grad is None:
             self._shards[name].grad = None
-            self._sums.pop(name, None)
-
-    def _accumulate(self, bucket: Bucket, row: torch.Tensor) -> None:
-        for name, part in unpack_row(bucket, row, self._cuts).items():
-            self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
+            self._sums.forget(name)
 
     def _drop_cleared(self) -> None:
         """Clears in shards what was cleared in the module; refuses gradients that were put there."""
@@ -226,18 +218,20 @@ class ZeRO1(DataParallel):
 
     @torch.no_grad()
     def _gather(self) -> None:
-        in_flight = InFlight(self._install)
+        in_flight: deque[tuple[Bucket, torch.Tensor, Any]] = deque()
         for bucket in self.plan.gathers:
-            row = pack_row(bucket, self._shards)
-            full, work = all_gather(row, self.process_group, async_op=True)
-            in_flight.add(work, row, bucket, full)
-        in_flight.wait()
+            in_flight.append((bucket, *all_gather(pack_row(bucket, self._shards), self.process_group, async_op=True)))
+            if len(in_flight) > MAX_IN_FLIGHT:
+                self._install(*in_flight.popleft())
+        for one in in_flight:
+            self._install(*one)
         for name in self._trained.keys() - self._bucket_of.keys():
             if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place
                 rows = self._shards[name].reshape(1, -1)
                 self._trained[name].copy_(self._cuts[name].from_rows(rows) if rows.numel() else self._trained[name])
 
-    def _install(self, bucket: Bucket, full: torch.Tensor) -> None:
+    def _install(self, bucket: Bucket, full: torch.Tensor, work: Any) -> None:
+        work.wait()
         for name, tensor in unpack_rows(bucket, full.view(self.num_ranks, -1), self._cuts).items():
             self._trained[name].copy_(tensor)
 
