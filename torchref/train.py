@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,6 @@ Batch = Any  # a tensor, or a dictionary, tuple or list of them; dimension 0 of 
 Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
 
 
-class Optimizer(Protocol):
-    """An optimizer, or a strategy that owns one."""
-
-    def step(self) -> Any:
-        """Updates the parameters from their gradients."""
-
-
 class Trainer:
     """Trains a module: data-parallel if it is wrapped in a strategy, on one process otherwise.
 
@@ -53,7 +46,7 @@ class Trainer:
     def __init__(
         self,
         loss_fn: Loss,
-        optimizer: Optimizer,
+        optimizer: Any,
         net: nn.Module,
         *,
         num_microbatches: int = 1,
@@ -65,7 +58,7 @@ class Trainer:
 
         Args:
             loss_fn: ``(net, batch)`` to the mean loss over the batch's examples, or to ``Weighted``.
-            optimizer: Over the parameters of ``net``; ``net`` itself if its strategy owns the optimizer.
+            optimizer: torch's, over the parameters of ``net``; ``net`` itself if its strategy owns the optimizer.
             net: A module, or a strategy around one.
             num_microbatches: Parts into which the rank's examples are split, in order. Gradients are communicated in
                 the last one, unless the strategy communicates in each.
@@ -108,22 +101,17 @@ class Trainer:
                 options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
         """
         total, weight, of_ranks = self._backwards(batch)
-        has_weight = weight is not None
-        divisor = float(weight) if weight is not None else self.num_ranks * self.num_microbatches
+        divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
         if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
             raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
         has_examples = divisor != 0
         self._finish(divisor or 1)
         loss, norm = total / (divisor or 1), self._clip()
         self.num_steps += 1
-        is_finite = True
-        if self.nonfinite != "ignore":  # else nothing here waits for a GPU before the update
-            is_finite = math.isfinite(loss) and math.isfinite(norm)
-        if not has_weight and not of_ranks.is_cuda:
-            self._check_rows(of_ranks)
+        is_finite = self.nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm))  # waits for a GPU
         if has_examples and is_finite:
             self.optimizer.step()
-        if not has_weight and of_ranks.is_cuda:  # after the update, which must not wait
+        if weight is None:  # after the update, which must not wait
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         if has_examples and not is_finite and self.nonfinite == "raise":
@@ -140,12 +128,6 @@ class Trainer:
                 self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
-        rows = _num_rows(batch)
-        if rows % self.num_microbatches or rows == 0:
-            raise ValueError(
-                f"batch (={rows * self.num_ranks} examples) must be divisible by num_ranks x num_microbatches"
-                f" (={self.num_ranks} x {self.num_microbatches})"
-            )
         totals, weights = [], []
         for index in range(self.num_microbatches):
             is_last = index == self.num_microbatches - 1
@@ -158,7 +140,7 @@ class Trainer:
                 total.backward()
             totals.append(total.detach())
             weights.append(weight)
-        return self._sum_parts(totals, [one for one in weights if one is not None], rows)
+        return self._sum_parts(totals, [one for one in weights if one is not None], _num_rows(batch))
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:
@@ -173,11 +155,10 @@ class Trainer:
     def _clip(self) -> torch.Tensor:
         """Clips the averaged gradient if asked to; returns its norm before."""
         if self._parallel is not None:
-            if self.max_grad_norm is None:
-                return self._parallel.grad_norm()
-            return self._parallel.clip_grad_norm_(self.max_grad_norm)
-        grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
-        norm = global_norm(grads)
+            norm, grads = self._parallel.grad_norm(), sum(self._parallel.gradients(), [])
+        else:
+            grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+            norm = global_norm(grads)
         if self.max_grad_norm is not None:
             clip_to_norm_(grads, norm, self.max_grad_norm)
         return norm

@@ -74,14 +74,12 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"max_grad_norm \(=0\) must be a positive"):
         torchref.Trainer(mean_loss, optimizer, module, max_grad_norm=0)
     trainer = torchref.Trainer(mean_loss, optimizer, module, num_microbatches=5)
-    with pytest.raises(ValueError, match=r"batch \(=24 examples\) must be divisible by .* \(=1 x 5\)$"):
+    with pytest.raises(ValueError, match=r"batch \(=24 examples\) must be divisible by the number of parts \(=5\)"):
         trainer.step(batch())
     with pytest.raises(ValueError, match=r"batch tensors must agree in length: .*24.*3"):
         trainer.step(batch() | {"y": torch.ones(3, 5)})
     with pytest.raises(ValueError, match=r"batch \(=0 examples\) must be divisible"):
         trainer.step(batch(0))
-    with pytest.raises(ValueError, match=r"batch \(=24 examples\) must be divisible by the number of parts \(=7\)"):
-        local_rows(batch(), 0, 7)
 
 
 def test_a_batch_may_be_a_tuple():
@@ -143,7 +141,6 @@ def wrong_arguments():
             negative_on_one_rank, sgd, net
         ).step(batch()),
         r"module \(=<class .*Linear'>\) must be a torch.nn.Module": lambda: torchref.ZeRO1(nn.Linear, torch.optim.SGD),
-        r"parameter 'weight' is on the meta device: .*": lambda: torchref.FlatDDP(nn.Linear(3, 2, device="meta")),
         r"denominator \(=0\) must be a positive finite number": lambda: net.finish_gradient_synchronization(0),
     }.items():
         with pytest.raises(ValueError) as caught:

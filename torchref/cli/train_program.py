@@ -43,7 +43,7 @@ from ..models import build, loss_fn
 from ..registry import STRATEGIES, make_training
 from ..replicas import check_replicas
 from ..strategy import DataParallel, planned_collectives
-from ..train import Optimizer, Trainer, local_rows
+from ..train import Trainer, local_rows
 
 
 def train(
@@ -175,7 +175,7 @@ def is_signalled(signals: Sequence[int]) -> bool:
     return was_told
 
 
-def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Optimizer]:
+def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
     """The module under its strategy, and what takes its steps."""
     settings = {"lr": options.learning_rate}
     optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]

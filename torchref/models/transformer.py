@@ -13,6 +13,8 @@ References:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +27,8 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
 
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # whose tensors could not be used in training
 def rotary_tables(
     length: int, head_size: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,21 +119,12 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         self.norm = _rms_norm(config.width)
         self.head = _linear(config.width, config.vocab)
-        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Maps token ids ``[batch, length]``, at most the context, to logits of the next token, ``[..., vocab]``."""
         self.config.check_length(tokens.shape[1])
         x = self.embedding(tokens)
-        tables = self._tables_for(x)
+        tables = rotary_tables(x.shape[1], self.config.head_size, x.dtype, x.device)
         for layer in self.layers:
             x = layer(x, tables)
         return self.head(self.norm(x))
-
-    def _tables_for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (x.shape[1], x.dtype, x.device)
-        if (tables := self._tables.get(key)) is None:
-            tables = rotary_tables(x.shape[1], self.config.head_size, x.dtype, x.device)
-            if not torch.is_inference_mode_enabled():  # its tensors cannot be used in training
-                self._tables[key] = tables
-        return tables
