@@ -19,7 +19,6 @@ from jaxddp.checkpoint.interop import torch_names
 from jaxddp.communication.backward_order import plan_trace, trace_gradients
 from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from torchref.communication.buffers import tensor_spec
-from torchref.strategy import planned_collectives
 
 from .jax_side import is_trainable
 
@@ -69,7 +68,7 @@ def torch_plans(model):
     for name in BUCKETED:
         takes = {"optimizer_cls": torch.optim.SGD, "lr": 0.1} if torchref.STRATEGIES[name].owns_optimizer else {}
         net = torchref.make_strategy(name, torchref.models.build(model), **takes)
-        collectives = [planned_collectives(net, num_microbatches=count) for count in NUM_MICROBATCHES]
+        collectives = [net.planned_collectives(num_microbatches=count) for count in NUM_MICROBATCHES]
         found[name] = described(net.plan.buckets), collectives
     return found
 
@@ -125,7 +124,7 @@ def specs_of(params):
 
 def fsdp_plan():
     net = torchref.FSDP(torchref.models.build("tiny"))
-    return described(net.plan.buckets), planned_collectives(net)
+    return described(net.plan.buckets), net.planned_collectives()
 
 
 def num_bytes(collectives, kind):

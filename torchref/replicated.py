@@ -26,7 +26,7 @@ class Replicated(DataParallel):
         self._started: list[tuple[torch.Tensor, Any]] = []  # the total and the handle of each bucket
         super().__init__(module, **options)
 
-    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+    def planned_collectives(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """One call for each bucket, or what the hook makes of it."""
         with silent(), record() as issued:
             for bucket in self.plan.buckets:

@@ -44,7 +44,7 @@ from .clipping import clip_to_norm_, global_norm
 from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.sharding import Cut, gather_whole
-from .gradients import PartialGradient
+from .parts import PartialGradient, Shard
 
 Sync = Literal["finish", "backward"]
 
@@ -111,18 +111,16 @@ class DataParallel(nn.Module, abc.ABC):
         self.require_backward_grad_sync = True
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
-        if self.num_ranks > 1:
-            versions = {"torchref": __version__, "torch": torch.__version__}
-            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
-            check_alike(versions | chosen | _describe(module), process_group)
-        if not self._trained:
-            raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
         specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
         self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
         if self.num_ranks > 1:
-            checksum = zlib.crc32(repr(self.plan).encode())
-            check_alike({"plan": f"{len(self.plan.buckets)} buckets, checksum {checksum:08x}"}, process_group)
+            versions = {"torchref": __version__, "torch": torch.__version__}
+            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
+            plan = f"{len(self.plan.buckets)} buckets, checksum {zlib.crc32(repr(self.plan).encode()):08x}"
+            check_alike(versions | chosen | _describe(module) | {"plan": plan}, process_group)
+        if not self._trained:
+            raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
@@ -151,8 +149,8 @@ class DataParallel(nn.Module, abc.ABC):
         """Discards the reductions in flight; their buffers must not be reused, as they may still be written to."""
 
     @abc.abstractmethod
-    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
-        """Lists the collectives of one step; see the function of that name."""
+    def planned_collectives(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
+        """Lists the collectives of one step: ``(kind, bytes of the full buffer)`` in the order in which they start."""
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """This rank's shards that an optimizer updates, and how the parameters are cut, by name."""
@@ -269,11 +267,11 @@ class DataParallel(nn.Module, abc.ABC):
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """Copies all parameters in full, by name, a shared one under each of its names; call it on every rank."""
-        full: dict[str, torch.Tensor] = {}
-        for name, one in self.module.named_parameters(remove_duplicate=False):
-            how = getattr(one, "cut", None)  # of a shard in the module
-            full[name] = one.detach().clone() if how is None else gather_whole(one, how, self.process_group)
-        return full
+        named: Any = self.module.named_parameters(remove_duplicate=False)
+        return {
+            name: gather_whole(one, one.cut, self.process_group) if isinstance(one, Shard) else one.detach().clone()
+            for name, one in named
+        }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
@@ -464,9 +462,9 @@ def check_module(name: str, module: Any) -> None:
     for one, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {one!r} is on the meta device: module.to_empty(device=...), then wrap it")
-        if hasattr(parameter, "full_shape"):
+        if isinstance(parameter, Shard):
             raise ValueError(
-                f"parameter {one!r} (={list(parameter.shape)}) must be full (={list(parameter.full_shape)}), not a"
+                f"parameter {one!r} (={list(parameter.shape)}) must be full (={list(parameter.cut.shape)}), not a"
                 " shard made by FSDP: wrap a new module, loaded with what gather_full_params() returned"
             )
         if id(parameter) in owners:
@@ -474,11 +472,6 @@ def check_module(name: str, module: Any) -> None:
                 f"parameter {one!r} is already wrapped by a {owners[id(parameter)]}: delete that first, or both would"
                 " sum its gradient"
             )
-
-
-def planned_collectives(net: DataParallel, *, num_microbatches: int = 1) -> list[tuple[str, int]]:
-    """Lists the collectives of one step: ``(kind, bytes of the full buffer)`` in the order in which they start."""
-    return net.planned_collectives(num_microbatches)
 
 
 def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:

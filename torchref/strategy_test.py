@@ -11,7 +11,6 @@ from torch import nn
 import torchref
 from torchref.communication import collectives
 from torchref.communication.collectives import record
-from torchref.strategy import planned_collectives
 
 OPTIONS = {"naive": {}, "flat": {}, "overlapped": {}, "bucketed": {"bucket_mb": 0.001}}
 
@@ -45,7 +44,7 @@ def issued_collectives_are_the_planned_ones(name):
         net(torch.ones(2, 10)).sum().backward()
         during = len(issued)
         net.finish_gradient_synchronization()
-    planned = planned_collectives(net)
+    planned = net.planned_collectives()
     assert [tuple(one) for one in issued] == planned
     is_alone = net.num_ranks == 1  # which communicates nothing
     assert len(planned) == (0 if is_alone else {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3}[name])
@@ -117,7 +116,7 @@ def without_communication_a_rank_keeps_its_own_gradients(name):
     with record() as issued, collectives.silent():
         net(torch.full((1, 10), float(dist.get_rank()))).sum().backward()
         net.finish_gradient_synchronization(denominator=1)
-    assert len(issued) == len(planned_collectives(net))
+    assert len(issued) == len(net.planned_collectives())
     # The gradient of rank 0's zeros: nothing of rank 1's came.
     assert (net.module[0].weight.grad.abs().max() > 0) == (dist.get_rank() == 1)
 

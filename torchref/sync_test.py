@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import torchref
 from torchref.communication.collectives import record
 from torchref.passes_test import WRAPPERS, Blocks, Fails
-from torchref.strategy import planned_collectives
 
 NUM_STEPS = 4
 ADAMW = {"lr": 0.05, "weight_decay": 0.1}
@@ -117,7 +116,7 @@ def issued_and_planned(name):
             tx.step()
     with pytest.raises(RuntimeError, match="finish_gradient_synchronization was called again without a backward"):
         net.finish_gradient_synchronization()
-    return sorted(tuple(one) for one in issued), sorted(planned_collectives(net))
+    return sorted(tuple(one) for one in issued), sorted(net.planned_collectives())
 
 
 def backward_within(name, within):

@@ -32,7 +32,6 @@ from torchref.communication.collectives import record, silent
 from torchref.interop import from_numpy
 from torchref.models import build, loss_fn
 from torchref.registry import make_training
-from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
 from ..ranks import Ranks, gather
@@ -144,7 +143,7 @@ class TorchRun:
         """Starts the run of a module, or of a strategy around it."""
         self._side, self._net, self._batches, self._sends = side, net, batches, sends
         parallel = net if isinstance(net, torchref.DataParallel) else None
-        self.planned = planned_collectives(parallel) if parallel else []
+        self.planned = parallel.planned_collectives() if parallel else []
         self.buckets = [
             [(tensor.name, tensor.num_bytes) for tensor in bucket.tensors]
             for bucket in (parallel.plan.buckets if parallel else ())

@@ -42,7 +42,7 @@ from ..launch import init_from_env
 from ..models import build, loss_fn
 from ..registry import STRATEGIES, make_training
 from ..replicas import check_replicas
-from ..strategy import DataParallel, planned_collectives
+from ..strategy import DataParallel
 from ..train import Trainer, local_rows
 
 
@@ -90,7 +90,7 @@ def train(
         elif options.resume:
             say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
         progress, issued = take_steps(options, corpus, trainer, checkpoints, num_batches, say, on_step)
-    planned = planned_collectives(net, num_microbatches=options.microbatches)
+    planned = net.planned_collectives(num_microbatches=options.microbatches)
     for line in progress.summary(planned, [(one.kind, one.num_bytes) for one in issued], "issued"):
         say(line)
     return progress.reports

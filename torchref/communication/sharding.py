@@ -10,8 +10,9 @@ Shards of several tensors travel together: row r of a bucket's buffer ``[N, widt
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, dtype_bytes
 
 from .collectives import all_gather
+
+_MAX_IN_FLIGHT = 2  # because their buffers must stay allocated
 
 
 class Cut(NamedTuple):
@@ -86,15 +89,12 @@ def num_bytes(bucket: Bucket, num_ranks: int) -> int:
     return num_ranks * bucket_width(bucket, num_ranks) * dtype_bytes(bucket.dtype)
 
 
-def pack_rows(
-    bucket: Bucket, tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def pack_rows(bucket: Bucket, tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> torch.Tensor:
     """Packs the tensors of a bucket into ``[N, width]``: row r holds the shards of rank r.
 
-    ``dtype`` is the buffer's, the tensors' own if None. A bucket of one tensor may give a view of it.
+    A bucket of one tensor may give a view of it.
     """
-    first = bucket.tensors[0].name
-    dtype = dtype or tensors[first].dtype
+    first, dtype = bucket.tensors[0].name, getattr(torch, bucket.dtype)
     if len(bucket.tensors) == 1:
         return cuts[first].to_rows(tensors[first]).to(dtype)
     num_ranks = cuts[first].num_ranks
@@ -118,6 +118,44 @@ def pack_row(bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> torch.Tensor
 def unpack_row(bucket: Bucket, row: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
     """Undoes ``pack_row``: views of one rank's shards, by name."""
     return {name: part.view(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
+
+
+class ShardSums:
+    """Reduce-scatters in flight, and what has arrived of them: sums over ranks and over backwards, by name."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Any, torch.Tensor | None, dict[str, torch.Tensor]]] = deque()
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, parts: dict[str, torch.Tensor], work: Any = None, buffer: torch.Tensor | None = None) -> None:
+        """Adds what a reduce-scatter of ``buffer`` writes, or what is there already."""
+        self._queue.append((work, buffer, parts))
+        self.wait(_MAX_IN_FLIGHT)
+
+    def wait(self, num_left: int = 0) -> None:
+        """Waits for all but the newest."""
+        while len(self._queue) > num_left:
+            work, _, parts = self._queue.popleft()
+            if work is not None:
+                work.wait()
+            for name, part in parts.items():
+                self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
+
+    def means(self, denominator: Any) -> dict[str, torch.Tensor]:
+        """Waits for all, and divides; the next sums start from nothing."""
+        self.wait()
+        means, self._sums = self._sums, {}
+        if means:
+            torch._foreach_div_(list(means.values()), denominator)
+        return means
+
+    def forget(self, name: str | None = None) -> None:
+        """Drops what has arrived of one, or everything; the library keeps memory in flight until it is done."""
+        if name is not None:
+            self._sums.pop(name, None)
+        else:
+            self._queue.clear()
+            self._sums = {}
 
 
 def _split(bucket: Bucket, buffer: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:

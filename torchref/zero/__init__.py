@@ -3,7 +3,7 @@
 stages_1_and_2.py, stage3.py   the strategies: sharded optimizer state, gradients, parameters
 owners.py                      an older reading of stage 1: whole parameters are dealt out to ranks
 optimizers.py                  which optimizers can run on shards; parameter groups and state dicts
-layers.py, shards.py           stage 3: modules that gather their parameters; parameters of which a rank holds a part
+layers.py                      stage 3: modules that gather their parameters
 """
 
 from .owners import ShardedOptimizer as ShardedOptimizer

@@ -32,7 +32,7 @@ from jaxddp.communication.buckets import BucketPlan, plan_buckets
 from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
-from .shards import Shard
+from ..parts import Shard
 
 
 class Unit:
@@ -108,7 +108,7 @@ class Unit:
                 grad = grads[tensor.name]
                 full[tensor.name] = some.new_zeros(tensor.shape) if grad is None else grad
                 check_dense(tensor.name, full[tensor.name])
-            buffer = pack_rows(bucket, full, self.cuts, getattr(torch, bucket.dtype))
+            buffer = pack_rows(bucket, full, self.cuts)
             if self._net.num_ranks > 1:
                 self._net.uses.append(f"reduce-scatter of {self.name}")
                 row, work = reduce_scatter(buffer, self._net.process_group, async_op=True)

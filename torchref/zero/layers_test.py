@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchref
 from torchref.communication.collectives import record
-from torchref.zero.shards import Shard
+from torchref.parts import Shard
 
 WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
 

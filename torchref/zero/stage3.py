@@ -33,14 +33,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 
 from ..agreement import check_alike, group_device
-from ..communication.in_flight import ShardSums
-from ..communication.sharding import Cut, cut, num_bytes
-from ..gradients import PartialGradient, SpentGradient, spent_gradient
+from ..communication.sharding import Cut, ShardSums, cut, num_bytes
+from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
 from .layers import Unit
 from .optimizers import check_elementwise
-from .shards import Shard, make_shard
 
 
 @register("zero3")
@@ -52,7 +50,7 @@ class FSDP(Replicated):
     reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
     ``clip_grad_norm_`` of the wrapper. All ranks must use the same units in the same order; the synchronisation
     compares. A parameter may be used only within its own module's forward: elsewhere it is a shard
-    (``zero/shards.py``), which answers as the whole would, or refuses. Two units may share a parameter.
+    (``parts.py``), which answers as the whole would, or refuses. Two units may share a parameter.
     ``torch.compile`` around it leaves it uncompiled.
 
     Sharding is permanent, and ``state_dict`` is refused: ``gather_full_params`` gives the whole, to load into a new
@@ -110,7 +108,7 @@ class FSDP(Replicated):
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: (one, one.cut) for name, one in named if isinstance(one, Shard)}
 
-    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+    def planned_collectives(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """The collectives if all units run once, in order, on inputs that need a gradient."""
         forward: list[tuple[str, int]] = []
         backward: list[tuple[str, int]] = []

@@ -13,8 +13,6 @@ micro-batch and adds up shards: 1/N of the gradients and the two buckets in flig
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +24,8 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, Ten
 
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.in_flight import MAX_IN_FLIGHT, ShardSums
-from ..communication.sharding import Cut, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
-from ..gradients import PartialGradient, SpentGradient, spent_gradient
+from ..communication.sharding import Cut, ShardSums, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
+from ..parts import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
@@ -104,8 +101,7 @@ class ZeRO1(DataParallel):
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets up to the cap, in which the updated parameters are gathered as well."""
-        plan = plan_buckets(tensors, self._bucket_mb, rule=self._rule)
-        return dataclasses.replace(plan, gathers=plan.buckets)
+        return plan_buckets(tensors, self._bucket_mb, rule=self._rule)
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """All trained parameters are updated by shards; the module's own are whole."""
@@ -145,7 +141,7 @@ class ZeRO1(DataParallel):
         for tensor in (*self._trained.values(), *self._shards.values()):
             tensor.grad = None
 
-    def planned_collectives(self, num_microbatches: int) -> list[tuple[str, int]]:
+    def planned_collectives(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """Reduce-scatters, once or in each micro-batch, and all-gathers."""
         sizes = [num_bytes(bucket, self.num_ranks) for bucket in self.plan.buckets]
         num_passes = num_microbatches if self.each_microbatch else 1
@@ -218,12 +214,12 @@ class ZeRO1(DataParallel):
 
     @torch.no_grad()
     def _gather(self) -> None:
-        in_flight: deque[tuple[Bucket, torch.Tensor, Any]] = deque()
-        for bucket in self.plan.gathers:
-            in_flight.append((bucket, *all_gather(pack_row(bucket, self._shards), self.process_group, async_op=True)))
-            if len(in_flight) > MAX_IN_FLIGHT:
-                self._install(*in_flight.popleft())
-        for one in in_flight:
+        started: list[tuple[Any, ...]] = []
+        for bucket in self.plan.buckets:
+            started.append((bucket, *all_gather(pack_row(bucket, self._shards), self.process_group, async_op=True)))
+            if len(started) > 1:  # two are in flight meanwhile
+                self._install(*started.pop(0))
+        for one in started:
             self._install(*one)
         for name in self._trained.keys() - self._bucket_of.keys():
             if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place

@@ -9,7 +9,6 @@ from torch import nn
 import torchref
 from jaxddp.communication.buckets import chunk_elements
 from torchref.communication.collectives import record
-from torchref.strategy import planned_collectives
 from torchref.train import local_rows
 
 NUM_STEPS = 4
@@ -131,7 +130,7 @@ def issued_and_planned(name, num_microbatches):
     trainer = torchref.Trainer(loss_fn, tx, net, num_microbatches=num_microbatches)
     with record() as issued:
         trainer.step(rows(batches()[0]))
-    return [tuple(one) for one in issued], planned_collectives(net, num_microbatches=num_microbatches)
+    return [tuple(one) for one in issued], net.planned_collectives(num_microbatches=num_microbatches)
 
 
 def issued_collectives_are_the_planned_ones(name):

@@ -1,0 +1,130 @@
+"""Tensors that are not what they seem: what would take them for the whole, or for an average, is refused.
+
+PartialGradient   a gradient of one rank alone, or of a shard: its norm would be another, or a scaler skip a step apart
+SpentGradient     stands for a gradient that is reduced into shards: torch's clipping would find none and clip nothing
+Shard             a parameter of which this rank holds a part: it answers as the whole would, or refuses
+
+Of a shard, what is the same on a part is allowed: shapes and the like, and changes element by element, as an optimizer,
+a moving average or a checkpoint makes them. Anything else (a product, a sum, a norm, a random fill, a hook) would see a
+part in place of the whole, so it names the parameter and the way out. In an optimizer's step its shards are plain
+parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .communication.sharding import Cut
+
+_NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm}
+_LOOKS = {"__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"}
+_SCALERS = {torch._amp_foreach_non_finite_check_and_unscale_}
+_SAME_ON_A_PART = set(
+    """dim ndimension size numel nelement element_size is_floating_point is_complex stride is_contiguous storage_offset
+    data_ptr untyped_storage get_device is_inference is_pinned _has_compatible_shallow_copy_type zeros_like ones_like
+    empty_like new_empty new_zeros type requires_grad_ __get__ __set__ __delete__ __repr__ __hash__ detach clone
+    contiguous to cpu cuda float double half bfloat16 isfinite isnan""".split()
+)
+_ELEMENTWISE = set(
+    """add sub mul div lerp addcmul addcdiv sqrt neg abs pow clamp maximum copy rsub true_divide subtract multiply fill
+    zero minimum sign where equal __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __iadd__
+    __isub__ __imul__ __itruediv__""".split()
+)
+_Tensor: Any = torch.Tensor
+_GRAD = _Tensor.grad.__get__
+
+
+class PartialGradient(torch.Tensor):
+    """A gradient of one rank alone, or of a shard. Its norm and a scaler's look are refused; results are plain."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NORMS:
+            raise RuntimeError(
+                "this would be the norm of this rank's part of the gradients: call clip_grad_norm_ or grad_norm of the"
+                " wrapper after finish_gradient_synchronization"
+            )
+        if func in _SCALERS:
+            raise RuntimeError(
+                "a GradScaler looks at this rank's part of the gradients, and ranks would skip steps apart: train in"
+                " bfloat16, or use BucketedDDP and scaler.unscale_ after finish_gradient_synchronization"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class SpentGradient(torch.Tensor):
+    """Stands for a full gradient that was or is being reduced into shards, and is gone when that is cleared."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__repr__:
+            return "SpentGradient()"
+        if getattr(func, "__name__", "") not in _LOOKS:
+            raise RuntimeError(
+                "this gradient is reduced into the ranks' shards: call finish_gradient_synchronization after the"
+                " backward, then call clip_grad_norm_ or grad_norm of the wrapper in place of torch's, or zero_grad()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def spent_gradient(parameter: torch.Tensor) -> SpentGradient:
+    """A stand-in for the gradient of a parameter: of its shape, in the memory of one element."""
+    return torch.Tensor._make_subclass(SpentGradient, parameter.detach().new_zeros(()).expand(parameter.shape))
+
+
+class Shard(torch.Tensor):
+    """A parameter of which this rank holds a part, or what was made of one, such as ``shard.detach()``.
+
+    Attributes:
+        full_name: Of the parameter, in the wrapped module.
+        cut: How the full parameter is cut.
+    """
+
+    full_name: str
+    cut: Cut
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        base = name.removesuffix("_") if not name.endswith("__") else name
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            shard = next(one for one in tensors if isinstance(one, Shard))
+            if base.removeprefix("_foreach_") in _ELEMENTWISE:
+                fits = base.startswith("_foreach_") or all(one.shape == shard.shape or not one.ndim for one in tensors)
+                if not fits or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors)):
+                    shard._refuse(name)
+            elif name not in _SAME_ON_A_PART:
+                shard._refuse(name)
+            result = func(*args, **kwargs)
+            is_plain = func == _GRAD or "_like" in name or "new_" in name or any(result is one for one in tensors)
+            if isinstance(result, torch.Tensor) and not is_plain:
+                result = result.as_subclass(Shard)
+                result.full_name, result.cut = shard.full_name, shard.cut
+            return result
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise RuntimeError(
+            f"{use} of {self.full_name!r} would see this rank's shard (={list(self.shape)}) of {list(self.cut.shape)}:"
+            " use the parameter within its own module's forward, or keep its module out of shard_types, or add to them"
+            " the one that uses it; gather_full_params(), called on every rank, gives the whole; initialise before;"
+            " for a penalty the optimizer has weight_decay"
+        )
+
+
+def make_shard(parameter: nn.Parameter, name: str, cut: Cut, rank: int) -> None:
+    """Turns a full parameter into this rank's shard of it, in place: an optimizer made before still holds it."""
+    with torch.no_grad():
+        parameter.data = cut.local_shard(parameter.detach(), rank).clone()
+    parameter.grad = None
+    shard: Any = parameter
+    shard.__class__ = Shard
+    shard.full_name, shard.cut = name, cut
+    shard._is_param = True  # isinstance(shard, nn.Parameter)
