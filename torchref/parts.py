@@ -1,4 +1,4 @@
-"""Tensors that are not what they seem: what would take them for the whole, or for an average, is refused.
+"""Tensors of one rank alone, or of a part: a use that would take one for the whole or for an average is refused.
 
 PartialGradient   a gradient of one rank alone, or of a shard: its norm would be another, or a scaler skip a step apart
 SpentGradient     stands for a gradient that is reduced into shards: torch's clipping would find none and clip nothing

@@ -210,8 +210,6 @@ class FSDP(Replicated):
         if not mine:
             return
         check_elementwise(optimizer)
-        if self.num_ranks > 1 and getattr(optimizer, "found_inf", None) is not None:
-            raise RuntimeError("a GradScaler looks at this rank's shards alone: train in bfloat16, or use BucketedDDP")
         for shard in mine:
             for key, value in optimizer.state.get(shard, {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape != shard.shape:
