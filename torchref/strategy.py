@@ -111,16 +111,18 @@ class DataParallel(nn.Module, abc.ABC):
         self.require_backward_grad_sync = True
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
+        if self.num_ranks > 1:
+            versions = {"torchref": __version__, "torch": torch.__version__}
+            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
+            check_alike(versions | chosen | _describe(module), process_group)
+        if not self._trained:
+            raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
         specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
         self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
         if self.num_ranks > 1:
-            versions = {"torchref": __version__, "torch": torch.__version__}
-            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
             plan = f"{len(self.plan.buckets)} buckets, checksum {zlib.crc32(repr(self.plan).encode()):08x}"
-            check_alike(versions | chosen | _describe(module) | {"plan": plan}, process_group)
-        if not self._trained:
-            raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
+            check_alike({"plan": plan}, process_group)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
@@ -287,15 +289,14 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _add_hooks(self) -> None:
         _live.add(self)
-        self._accumulators = []  # autograd's, which must stay alive to keep their hooks
+        self._accumulators: dict[str, Any] = {}  # autograd's, which must stay alive to keep their hooks
         for name in self._trained.keys() - self._sharded:
             with torch.enable_grad():
                 alias: Any = self._trained[name].view_as(self._trained[name])
             node = alias.grad_fn.next_functions[0][0]
-            node.register_prehook(partial(weakly(self.make_room), name))
             # After the hooks that users put on the parameter, whenever they do: as DistributedDataParallel's.
             node.register_hook(partial(weakly(self._on_arrival), name))
-            self._accumulators.append(node)
+            self._accumulators[name] = node
         if self._must_finish:
             weakref.finalize(self, register_optimizer_step_pre_hook(weakly(self._check_step)).remove)
 
@@ -377,7 +378,7 @@ class DataParallel(nn.Module, abc.ABC):
         """Called before the forward that follows a backward, for those that reduce in each."""
 
     def make_room(self, name: str, *_: Any) -> None:
-        """Called before a gradient is added to what its parameter has."""
+        """Called before the gradient of a parameter is packed."""
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

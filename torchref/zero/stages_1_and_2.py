@@ -14,6 +14,7 @@ micro-batch and adds up shards: 1/N of the gradients and the two buckets in flig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,6 +195,11 @@ class ZeRO1(DataParallel):
         elif parameter.grad is None:
             self._shards[name].grad = None
             self._sums.forget(name)
+
+    def _add_hooks(self) -> None:
+        super()._add_hooks()
+        for name, node in self._accumulators.items():
+            node.register_prehook(partial(weakly(self.make_room), name))
 
     def _drop_cleared(self) -> None:
         """Clears in shards what was cleared in the module; refuses gradients that were put there."""
