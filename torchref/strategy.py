@@ -49,7 +49,8 @@ from .parts import PartialGradient, Shard
 Sync = Literal["finish", "backward"]
 
 # Options of DistributedDataParallel that change nothing here.
-HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+_HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+OPTIONS = {"process_group", "broadcast_buffers", "sync", *_HARMLESS}
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
@@ -101,7 +102,7 @@ class DataParallel(nn.Module, abc.ABC):
         """
         name = type(self).__name__
         check_module(name, module)
-        if unknown := ddp_options.keys() - HARMLESS:
+        if unknown := ddp_options.keys() - _HARMLESS:
             raise ValueError(f"{name} has no option {min(unknown)}; the caps of buckets are bucket_mb, if it has any")
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")

@@ -34,14 +34,12 @@ class RankState(NamedTuple):
     """What a rank holds of a training state.
 
     Attributes:
-        net: The wrapper, or a module of one process.
-        module: What it wraps.
+        module: What is trained, without a wrapper.
         optimizer: Over parameters, or this rank's shards of them.
         updated: What the optimizer updates of each parameter, by name: itself, or a shard.
         cuts: How the parameters of which the optimizer updates a shard are cut, by name.
     """
 
-    net: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
     updated: dict[str, torch.Tensor]
@@ -78,7 +76,7 @@ class RankState(NamedTuple):
             for key, value in state.items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise ValueError(f"optimizer state {key!r} (={type(value).__name__}) must be a tensor or a number")
-        return cls(net, module, optimizer, updated, cuts)
+        return cls(module, optimizer, updated, cuts)
 
     def held(self) -> dict[str, tuple[Any, Cut | None]]:
         """Tensors and numbers by their names in a checkpoint, and how those are cut that are shards."""

@@ -27,7 +27,7 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import HARMLESS, DataParallel, register, resolve_bucket_mb, weakly
+from ..strategy import OPTIONS, DataParallel, register, resolve_bucket_mb, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -57,8 +57,6 @@ class ZeRO1(DataParallel):
         params: Params | None = None,
         rule: Rule = "before",
         bucket_size_mb: BucketMb = "default",
-        process_group: dist.ProcessGroup | None = None,
-        broadcast_buffers: bool = True,
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -71,9 +69,7 @@ class ZeRO1(DataParallel):
                 parameters in one group when None.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Older name of ``bucket_mb``.
-            process_group: As for ``DataParallel``, and so ``broadcast_buffers``.
-            broadcast_buffers: See there.
-            **kwargs: For ``optimizer_cls``; ``sync`` and the options of ``DistributedDataParallel`` as there.
+            **kwargs: For ``optimizer_cls``; the options of ``DataParallel`` as there.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
@@ -83,8 +79,7 @@ class ZeRO1(DataParallel):
         """
         self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
         groups = None if params is None else as_groups(params)
-        of_wrapper = {name: kwargs.pop(name) for name in {"sync", *HARMLESS} & kwargs.keys()}
-        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, **of_wrapper)
+        super().__init__(module, **{name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()})
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
