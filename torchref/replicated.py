@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from jaxddp.communication.buckets import Bucket
+
 from .communication.buffers import pack, unpack
 from .communication.collectives import record, silent
 from .communication.hooks import Hook, all_reduce
@@ -34,9 +36,8 @@ class Replicated(DataParallel):
                 self._hook(torch.empty(bucket.num_elements, dtype=dtype, device="meta"), self.process_group)
         return [(one.kind, one.num_bytes) for one in issued]
 
-    def start_reduction(self, index: int) -> None:
+    def start_reduction(self, bucket: Bucket) -> None:
         """All-reduces a bucket."""
-        bucket = self.plan.buckets[index]
         flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors})
         found = self._hook(flat.detach(), self.process_group)
         total, work = (found, None) if isinstance(found, torch.Tensor) else found

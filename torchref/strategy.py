@@ -11,7 +11,7 @@ A strategy is what these methods of a subclass say, and nothing outside of its f
     make_plan(tensors)                           which gradients are reduced together, and what waits for the backward
     layout()                                     which parameters are updated by shards, and how they are cut
     (a module's forward)                         what the loss reads: the parameters, or at stage 3 an all-gather a unit
-    start_reduction(index)                       starts to sum a bucket over ranks: all-reduce or reduce-scatter
+    start_reduction(bucket)                      starts to sum a bucket over ranks: all-reduce or reduce-scatter
     finish_reductions(denominator)               waits, divides, and stores the means where the optimizer reads them
     step()                                       of those that own the optimizer: on shards, then an all-gather
 
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from jaxddp import __version__
 from jaxddp.arguments import check_kind, check_positive
-from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec
+from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpec
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import check_alike
@@ -140,7 +140,7 @@ class DataParallel(nn.Module, abc.ABC):
         """Tensors in the order in which their gradients become ready ``->`` which are reduced together."""
 
     @abc.abstractmethod
-    def start_reduction(self, index: int) -> None:
+    def start_reduction(self, bucket: Bucket) -> None:
         """Packs a bucket of the plan and starts to sum it over ranks."""
 
     @abc.abstractmethod
@@ -410,8 +410,9 @@ class DataParallel(nn.Module, abc.ABC):
             self._start_next()
 
     def _start_next(self) -> None:
-        self.start_reduction(self._num_started)
-        for tensor in self.plan.buckets[self._num_started].tensors:
+        bucket = self.plan.buckets[self._num_started]
+        self.start_reduction(bucket)
+        for tensor in bucket.tensors:
             self._note_sent(tensor.name)
         self._num_started += 1
 

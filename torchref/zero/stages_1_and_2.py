@@ -144,9 +144,8 @@ class ZeRO1(DataParallel):
         scatters = [("reduce-scatter", size) for size in sizes] * num_passes
         return scatters + [("all-gather", size) for size in sizes]
 
-    def start_reduction(self, index: int) -> None:
+    def start_reduction(self, bucket: Bucket) -> None:
         """Reduce-scatters a bucket."""
-        bucket = self.plan.buckets[index]
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_rows(bucket, grads, self._cuts)
         row, work = reduce_scatter(buffer, self.process_group, async_op=True)
