@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ class Leaf:
         """Bytes of one rank's part."""
         return self.on_rank.size * self.on_rank.dtype.itemsize
 
-    @property
+    @cached_property
     def shard_spec(self) -> PartitionSpec:
         """How a shard lies along the other axes."""
         if not self.is_padded or not any(self.spec):

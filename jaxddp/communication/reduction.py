@@ -10,11 +10,11 @@ before A has ended, A passes an optimization barrier together with a number, and
 number: 0, but XLA cannot know this, and it is not available before A is.
 
     a, token = order_token(a)        token = 0, available when a is
-    b = use_token(b, token)          b + token: what uses b waits for a
+    b = b + token                    what uses b waits for a
 
 XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
 numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
-Tokens also order the units of stage 3 (``zero/ordering.py``), and make every micro-batch gather them anew.
+Tokens also order the units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
 from __future__ import annotations
@@ -177,8 +177,3 @@ def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax
     """
     values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
     return values, hidden - number
-
-
-def use_token(array: jax.Array, token: jax.Array) -> jax.Array:
-    """Makes an array wait for a token, and pass no gradient to it."""
-    return array + lax.stop_gradient(token).astype(array.dtype)

@@ -29,8 +29,7 @@ from jax.extend import core
 from ..arguments import check_function
 from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from ..strategy import Ranks
-from .gather import Shard, gather
-from .ordering import first_tokens, in_order
+from .gather import Shard, first_tokens, gather, in_order
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 

@@ -102,27 +102,27 @@ def layout_params(
 
 def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Turns a loss function of full parameters, in the compute dtype, into one of what a rank holds."""
-    ranks, leaves = layout.ranks, layout.params
+    ranks, leaves = layout.ranks, named_leaves(layout.params)
     has_warned = ranks.num_ranks == 1
 
-    def used_dtype(leaf: Leaf) -> Any:
+    def used(leaf: Leaf) -> jax.ShapeDtypeStruct:
         is_cast = layout.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return layout.compute_dtype if is_cast else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, layout.compute_dtype if is_cast else leaf.dtype)
 
-    def held(name: str, leaf: Leaf, array: jax.Array) -> Any:
-        dtype = used_dtype(leaf)
-        if leaf.cut is not None:
-            is_trained = layout.trainable is None or layout.trainable(name)
-            return Shard(array, leaf, dtype, layout.grad_dtypes[name] if is_trained else None)
-        return array if array.dtype == dtype else array.astype(dtype)
+    full = jax.tree.map(used, layout.params)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(full)]
+    is_trained = layout.trainable or (lambda name: True)
+    grad_dtypes = [layout.grad_dtypes[name] if is_trained(name) else None for name in leaves]
 
     def loss_of_shards(params: Any, *inputs: Any) -> Any:
         nonlocal has_warned
-        full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, used_dtype(leaf)), leaves)
         program, result = trace_marked(loss, full, *inputs)
-        by_name = named_leaves(leaves).items()
-        values = [held(*pair, array) for pair, array in zip(by_name, jax.tree.leaves(params), strict=True)]
-        values += jax.tree.leaves(inputs)
+        held = zip(jax.tree.leaves(params), leaves.values(), dtypes, grad_dtypes, strict=True)
+        values = [
+            Shard(array, leaf, dtype, grad_dtype) if leaf.cut
+            else array if array.dtype == dtype else array.astype(dtype)
+            for array, leaf, dtype, grad_dtype in held
+        ] + jax.tree.leaves(inputs)  # fmt: skip
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
         early = sorted(used_outside(program.jaxpr, stacked))
         for at, array in zip(early, gather([values[at] for at in early], ranks)[0], strict=True):
