@@ -11,6 +11,8 @@ from jax.extend import core
 
 CALLS = ("jit", "closed_call")  # operations that call a program
 CHECKPOINT = "remat2"  # the primitive of ``jax.checkpoint``
+# Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
+TRANSPARENT = {*CALLS, CHECKPOINT, "pjit", "shard_map", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 def interpret(

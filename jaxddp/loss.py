@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .metrics import Part, Weighted, is_marker, map_parts, part_of, wide
+from .communication.reduction import wide
+from .metrics import Part, Weighted, is_marker, map_parts, part_of
 from .tree import path_name
 
 _WEIGHT_DEPENDS = (

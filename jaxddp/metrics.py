@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .communication.reduction import wide
 from .tree import path_name
 
 
@@ -177,15 +178,6 @@ class Measure:
         return jax.tree_util.tree_map_with_path(
             part, found, is_leaf=lambda leaf: is_marker(leaf) or isinstance(leaf, Weighted)
         )
-
-
-def wide(value: Any) -> jax.Array:
-    """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
-    dtype = jnp.dtype(jnp.result_type(value))
-    is_counted = dtype.kind in "iu" and dtype.itemsize >= 4
-    with jax.numpy_dtype_promotion("standard"):
-        least = jax.dtypes.canonicalize_dtype("float64") if is_counted else jnp.float32
-        return jnp.asarray(value, jnp.promote_types(dtype, least))
 
 
 def _kind(value: Any) -> str:

@@ -18,13 +18,12 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from ..interpreter import TRANSPARENT
 from ..strategy import Strategy
 from ..tree import named_leaves, tensor_specs
 from .buckets import BucketPlan, TensorSpec, plan_buckets
 from .planned import zeros
 
-# Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
-TRANSPARENT = {"jit", "pjit", "shard_map", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 # Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
 _OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from ..interpreter import CHECKPOINT, TRANSPARENT
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
@@ -39,7 +40,7 @@ _KEEP_ZERO = frozenset(  # zeros if all inputs are
 )
 _ZERO_OF_A_ZERO = ("mul", "dot_general")
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
-_CALLS = frozenset("jit pjit shard_map closed_call custom_vjp_call".split())
+_CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
 
 
 class Planned(NamedTuple):

@@ -137,8 +137,17 @@ def divide(total: jax.Array, divisor: jax.Array | float, token: jax.Array | int 
 def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:
     """Sums the squares of all elements of some arrays, at least in float32."""
     with jax.numpy_dtype_promotion("standard"):
-        squares = [jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) for leaf in arrays]
+        squares = [jnp.sum(jnp.square(wide(leaf))) for leaf in arrays]
         return sum(squares, start=jnp.zeros(()))
+
+
+def wide(value: Any) -> jax.Array:
+    """Converts to float32 or wider: 16-bit sums could overflow, and counts are exact up to 2^24."""
+    dtype = jnp.dtype(jnp.result_type(value))
+    is_counted = dtype.kind in "iu" and dtype.itemsize >= 4
+    with jax.numpy_dtype_promotion("standard"):
+        least = jax.dtypes.canonicalize_dtype("float64") if is_counted else jnp.float32
+        return jnp.asarray(value, jnp.promote_types(dtype, least))
 
 
 def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) -> None:

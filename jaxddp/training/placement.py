@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..communication.collectives import Axis
 from ..layout import Leaf
 from ..tree import named_leaves
-from .validation import is_global
 
 PIECE_BYTES = 2**25
 """Size of the pieces in which process 0 broadcasts an array."""
@@ -68,14 +67,6 @@ def _place(mesh: Mesh | AbstractMesh, axis: Axis, array: Any, leaf: Leaf) -> jax
         return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
     held: Any = leaf.to_global(np.array(array, leaf.dtype))
     return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
-
-
-def place_batch(batch: Any, sharding: NamedSharding) -> Any:
-    """Splits a batch of this process's examples over the ranks; arrays over all processes stay as they are."""
-    if jax.process_count() > 1:
-        make = partial(jax.make_array_from_process_local_data, sharding)
-        batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
-    return jax.device_put(batch, sharding)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -58,7 +58,9 @@ def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
     Raises:
         ValueError: If the mesh has no devices and nothing is registered that compiles for it.
     """
-    compiler = _compile_here if isinstance(mesh, Mesh) else _COMPILERS.get(mesh.abstract_device)
+    if isinstance(mesh, Mesh):
+        return lambda function, args, **options: jax.jit(function, **options).lower(*args).compile()
+    compiler = _COMPILERS.get(mesh.abstract_device)
     if compiler is None:
         raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
     return compiler
@@ -245,7 +247,3 @@ class Programs:
                 return mapped(*args)
 
         return in_own_mesh
-
-
-def _compile_here(function: Callable[..., Any], args: tuple[Any, Any], **options: Any) -> jax.stages.Compiled:
-    return jax.jit(function, **options).lower(*args).compile()

@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ from .agreement import BATCH_S, check_alike
 from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC, planned_sync
-from .placement import describe, from_first_process, full_arrays, place, place_batch
+from .placement import describe, from_first_process, full_arrays, place
 from .programs import Programs, StepFunction, compiler_of
 from .replicas import compare_replicas
 from .step import Run
@@ -689,7 +689,8 @@ class Trainer:
             if key not in self._agreed:
                 check_alike(self._describe_batch(model, held, num_microbatches, state), BATCH_S)
                 self._agreed.add(key)
-            batch = place_batch(held, model.batch_sharding)
+            make = partial(jax.make_array_from_process_local_data, model.batch_sharding)
+            batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(leaf), held)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
         try:
             return jax.device_put(batch, model.batch_sharding)

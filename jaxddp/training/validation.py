@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arguments import check_kind
-from ..layout import Leaf
+from ..layout import Leaf, whole
 from ..strategy import Masters
 from ..tree import named_leaves, path_name
 from ..zero.owners import OwnedState
@@ -98,7 +99,7 @@ def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) ->
         ValueError: If the trees do not fit, or a spec names another axis, or one that does not divide a dimension.
     """
     if not axes:
-        return jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
+        return whole(params)
     try:
         specs = jax.tree.broadcast(param_specs, params, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     except ValueError as error:
@@ -194,13 +195,8 @@ def is_global(leaf: Any) -> bool:
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
     """Describes arrays by shape and dtype, as JAX would hold them, and by a sharding if there is one."""
-
-    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        dtype = leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-    return jax.tree.map(struct, tree)
+    held = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)  # those of keys too
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, held(leaf.dtype), sharding=sharding), tree)
 
 
 def signature(*trees: Any) -> Any:

@@ -37,8 +37,7 @@ import numpy as np
 import optax
 
 from ..clipping import GLOBAL_NORM, on_full, on_shards
-from ..communication.backward_order import TRANSPARENT
-from ..interpreter import called_program, interpret
+from ..interpreter import TRANSPARENT, called_program, interpret
 from ..layout import Leaf
 from ..replicated import find_mirror
 from ..strategy import Optimizer, Ranks, of_optax

@@ -51,12 +51,11 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.backward_order import TRANSPARENT
 from ..communication.buckets import Bucket, TensorSpec
 from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.owners import assign_owners
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
-from ..interpreter import called_program, interpret
+from ..interpreter import TRANSPARENT, called_program, interpret
 from ..layout import Leaf, cut_leaves
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks

@@ -18,7 +18,7 @@ from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size
 from ..communication.reduction import check_grads
 from ..communication.sharding import Cut
-from ..layout import Leaf
+from ..layout import whole
 from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
 from .stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
@@ -96,8 +96,7 @@ def _update(
 
 def _layout(optimizer: optax.GradientTransformationExtraArgs, axis: str, tree: Any) -> Layout:
     num_ranks = axis_size(axis)  # refuses an axis that is not bound
-    leaves = jax.tree.map(lambda leaf: Leaf(leaf.shape, leaf.dtype), tree)
-    return layout_shards(leaves, optimizer, Ranks(axis, num_ranks, num_ranks))
+    return layout_shards(whole(tree), optimizer, Ranks(axis, num_ranks, num_ranks))
 
 
 def _shards_of(tree: Any, cuts: dict[str, Cut], axis: str) -> Any:
@@ -123,6 +122,5 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
     check_leaves("params", named_leaves(params))
     num_ranks = check_integer("num_ranks", num_ranks)
     check_axis(axis)
-    leaves = jax.tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), params)
-    found = layout_shards(leaves, optax.with_extra_args_support(optimizer), Ranks(axis, num_ranks, num_ranks))
+    found = layout_shards(whole(params), optax.with_extra_args_support(optimizer), Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)
