@@ -96,29 +96,22 @@ def planned_along(
         return []
     shards, replicas, num_shards = (ranks.shard_axis,), ranks.replica_axes, ranks.num_shards
 
-    def scattered(bucket: Bucket) -> list[Planned]:
+    def exchanged(kind: str, bucket: Bucket) -> Planned:
         elements = num_shards * bucket_width(bucket, num_shards)
-        found = [Planned(*planned_exchange("reduce-scatter", elements, bucket.dtype, num_shards, platform), shards)]
-        num_bytes = wire_bytes(elements, bucket.dtype, platform) // num_shards
-        return found + [Planned("all-reduce", num_bytes, replicas)] * bool(replicas)
+        return Planned(*planned_exchange(kind, elements, bucket.dtype, num_shards, platform), shards)
 
-    def all_reduced(bucket: Bucket) -> list[Planned]:
-        axes = (*replicas, *shards)
-        if strategy.hook is not None:
-            return _of_hook(strategy.hook, bucket, ranks, platform)
-        return [Planned("all-reduce", wire_bytes(bucket.num_elements, bucket.dtype, platform), axes)]
-
-    each = all_reduced if plan.kind == "all-reduce" else scattered
-    reductions = [one for bucket in plan.buckets for one in each(bucket)]
-    gathers = [
-        Planned(
-            *planned_exchange(
-                "all-gather", num_shards * bucket_width(one, num_shards), one.dtype, num_shards, platform
-            ),
-            shards,
-        )
-        for one in plan.gathers
-    ]
+    reductions: list[Planned] = []
+    for bucket in plan.buckets:
+        if plan.kind == "all-reduce" and strategy.hook is not None:
+            reductions += _of_hook(strategy.hook, bucket, ranks, platform)
+        elif plan.kind == "all-reduce":
+            num_bytes = wire_bytes(bucket.num_elements, bucket.dtype, platform)
+            reductions.append(Planned("all-reduce", num_bytes, (*replicas, *shards)))
+        else:
+            reductions.append(exchanged("reduce-scatter", bucket))
+            num_bytes = wire_bytes(bucket_width(bucket, num_shards), bucket.dtype, platform)
+            reductions += [Planned("all-reduce", num_bytes, replicas)] * bool(replicas)
+    gathers = [exchanged("all-gather", bucket) for bucket in plan.gathers]
     return reductions * (num_microbatches if plan.each_microbatch else 1) + gathers
 
 

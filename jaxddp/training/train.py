@@ -615,21 +615,17 @@ class Trainer:
     def _raise_nonfinite(self, state: TrainState, metrics: dict[str, Any]) -> None:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         is_state = math.isfinite(loss) and math.isfinite(norm)
-        names = self._nonfinite_leaves(state)
+        floats = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+        check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
+                        out_shardings=NamedSharding(self.mesh, P()))  # fmt: skip
+        is_finite = check(floats)
+        names = [name for name in floats if not is_finite[name]]
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         raise NonFiniteError(
             f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * is_state} of step {int(state.step)}"
             f" must be finite; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}",
             state,
         )
-
-    def _nonfinite_leaves(self, state: TrainState) -> list[str]:
-        leaves = named_leaves(state)
-        floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-        check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
-                        out_shardings=NamedSharding(self.mesh, P()))  # fmt: skip
-        is_finite = check(floats)
-        return [name for name in floats if not is_finite[name]]
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be alike in all processes, apart from parameters and batches."""
