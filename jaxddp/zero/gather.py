@@ -32,7 +32,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..communication.collectives import all_gather, is_silent, silent, traced_platform
-from ..communication.reduction import order_token
 from ..communication.sharding import Cut, scatter_sum
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
@@ -163,14 +162,6 @@ def _reduce_scatter(shards: list[Shard], grads: list[jax.Array], ranks: Ranks) -
 def _split(rows: jax.Array, shards: list[Shard]) -> list[jax.Array]:
     """The columns of each shard."""
     return jnp.split(rows, list(itertools.accumulate(shard.cut.chunk for shard in shards))[:-1], axis=1)
-
-
-def first_tokens() -> list[Any]:
-    """What the first three units of a program wait for: the first for nothing, the others for a number of their own.
-
-    XLA would gather what two of them use once, and hold it.
-    """
-    return [None, order_token((), 1.0)[1], order_token((), 2.0)[1]]
 
 
 def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], shards: list[jax.Array]) -> list[Any]:

@@ -27,9 +27,10 @@ from jax import lax
 from jax.extend import core
 
 from ..arguments import check_function
+from ..communication.reduction import order_token
 from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from ..strategy import Ranks
-from .gather import Shard, first_tokens, gather, in_order
+from .gather import Shard, gather, in_order
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -136,7 +137,10 @@ def run_units(
     Returns:
         Its results.
     """
-    tokens = first_tokens() if tokens is None else tokens
+    if tokens is None:
+        # The first unit waits for nothing, the next two for a number of their own: XLA would gather what two of them
+        # use once, and hold it.
+        tokens = [None, order_token((), 1.0)[1], order_token((), 2.0)[1]]
     last = next((equation for equation in reversed(program.jaxpr.eqns) if _has_unit(equation)), None)
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
