@@ -107,8 +107,7 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
             if places := [place for place in group if arrays[place] is not None]:
                 with silent() if sends_nothing else contextlib.nullcontext():
                     some = function([shards[place] for place in places], [arrays[place] for place in places], ranks)
-                for place, array in zip(places, some, strict=True):
-                    found[place] = array
+                found = put(found, places, some)
         return found
 
     def forward(local: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -164,6 +163,14 @@ def _split(rows: jax.Array, shards: list[Shard]) -> list[jax.Array]:
     return jnp.split(rows, list(itertools.accumulate(shard.cut.chunk for shard in shards))[:-1], axis=1)
 
 
+def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values, with others in some places."""
+    values = list(values)
+    for place, other in zip(places, others, strict=True):
+        values[place] = other
+    return values
+
+
 def in_order(tokens: list[Any], unit: Callable[[list[jax.Array]], list[Any]], shards: list[jax.Array]) -> list[Any]:
     """Runs a unit whose shards wait for the results of the third last one.
 
@@ -187,10 +194,7 @@ def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax
     """Calls ``function(arrays, token)`` on those that have gradients."""
     places = [place for place, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
     found, token = function([arrays[place] for place in places], token)
-    arrays = list(arrays)
-    for place, array in zip(places, found, strict=True):
-        arrays[place] = array
-    return arrays, token
+    return put(arrays, places, found), token
 
 
 @jax.custom_vjp

@@ -30,7 +30,7 @@ from ..arguments import check_function
 from ..communication.reduction import order_token
 from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from ..strategy import Ranks
-from .gather import Shard, gather, in_order
+from .gather import Shard, gather, in_order, put
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -69,7 +69,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
         def jaxddp_layer(arrays: list[jax.Array]) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, _put(leaves, places, arrays))
+            args, kwargs = jax.tree.unflatten(structure, put(leaves, places, arrays))
             return fn(*args, **kwargs)
 
         return jax.jit(jaxddp_layer)([leaves[place] for place in places])
@@ -161,9 +161,9 @@ def run_units(
         def compute(local: list[jax.Array], arrays: list[jax.Array]) -> list[Any]:
             own: Any = [shard._replace(local=array) for shard, array in zip(shards, local, strict=True)]
             if not is_unit:
-                return run_units(inner, _put(_put(inputs, places, own), others, arrays), ranks, is_end=True)
+                return run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
             own, arrays = gather(own, ranks, arrays)
-            return core.jaxpr_as_fun(inner)(*_put(_put(inputs, places, own), others, arrays))
+            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
 
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])
@@ -199,7 +199,7 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
     def body(carry: list[Any], given: tuple[list[jax.Array], jax.Array | None]) -> tuple[list[Any], list[Any]]:
         local, row = given
         if row is not None:
-            local = _put(local, places, _gradients_to_row([local[place] for place in places], row))
+            local = put(local, places, _gradients_to_row([local[place] for place in places], row))
         rows = [
             stack.rows(array, shape) if isinstance(stack, Shard) else array
             for stack, array, shape in zip(stacks, local, shapes, strict=True)
@@ -213,7 +213,7 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
     if has_row:
         held = [local[place] for place in places]
         row = _gradients_from_rows(tuple(one.shape for one in held), held)
-        local = _put(local, places, lax.stop_gradient(held))
+        local = put(local, places, lax.stop_gradient(held))
     carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
     return [*carry, *results]
 
@@ -284,11 +284,3 @@ def _has_unit(equation: Any) -> bool:
 def _of(found: dict[Any, Any], atoms: Sequence[Any]) -> dict[int, Any]:
     """What is found of some atoms of a jaxpr, by place."""
     return {at: found[one] for at, one in enumerate(atoms) if not isinstance(one, core.Literal) and one in found}
-
-
-def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The values, with others in some places."""
-    values = list(values)
-    for place, other in zip(places, others, strict=True):
-        values[place] = other
-    return values
