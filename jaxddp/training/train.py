@@ -144,6 +144,7 @@ class Trainer:
     axis: str | tuple[str, ...] | None = None
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
+    _fitting: dict[Any, Programs] = field(default_factory=dict, init=False)  # by states that have been checked
     _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
 
     def __post_init__(self) -> None:
@@ -572,7 +573,10 @@ class Trainer:
             ValueError: If it is no state of this trainer.
         """
         check_state(state)
-        model = self._models.get(signature(state.params))
+        key = signature(state.params), jax.tree.structure(state), tuple(map(np.shape, jax.tree.leaves(state)))
+        if key in self._fitting:
+            return self._fitting[key]
+        model = self._models.get(key[0])
         if model is None:
             is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
             if is_cast or self.strategy.gathers_in_loss:
@@ -583,6 +587,7 @@ class Trainer:
                 )
             model = self._describe(state.params)
         check_fits(state, model.held, self)
+        self._fitting[key] = model
         return model
 
     def _describe(self, params: Any) -> Programs:
