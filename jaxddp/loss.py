@@ -91,7 +91,9 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
             return Part(jnp.where(loss.weight == 0, 0, wide(leaf) * loss.weight), loss.weight)
 
-        of_aux = jax.tree_util.tree_map_with_path(aux_part, aux, is_leaf=_is_aux_leaf)
+        of_aux = jax.tree_util.tree_map_with_path(
+            aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted) or is_marker(leaf)
+        )
         return total, (Parts(loss, of_aux), new_state)
 
     return compute
@@ -196,10 +198,6 @@ def _check_mean(name: str, leaf: Any) -> None:
             f"aux leaf {name!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must not be: return"
             f" {marks} of the examples' values, jaxddp.Weighted(count, number of examples), or a float for a mean"
         )
-
-
-def _is_aux_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, Weighted) or is_marker(leaf)
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:

@@ -83,14 +83,6 @@ class GradientTrace(NamedTuple):
         total = max(flops, default=0.0) or 1.0
         return tuple(each / total for each in flops)
 
-    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> GradientTrace:
-        """The same trace of gradients of other shapes, such as those of the blocks on a device."""
-        tensors, constants = (
-            tuple(tensor._replace(shape=shapes[tensor.name]) for tensor in some)
-            for some in (self.tensors, self.constants)
-        )
-        return self._replace(tensors=tensors, constants=constants)
-
     def with_constants_sent(self) -> GradientTrace:
         """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
         are_zeros = zeros(self.program)

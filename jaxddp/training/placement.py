@@ -32,7 +32,17 @@ def from_first_process(tree: Any) -> Any:
 
     Structure, shapes and dtypes are the same in every process.
     """
-    return jax.tree.map(_from_first_process, tree)
+
+    def receive(array: Any) -> np.ndarray:
+        mine: Any = np.asarray(array)
+        received = np.empty(mine.nbytes, np.uint8)
+        sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+        for start in range(0, received.size, PIECE_BYTES):
+            piece = slice(start, start + PIECE_BYTES)
+            received[piece] = multihost_utils.broadcast_one_to_all(sent[piece])
+        return received.view(mine.dtype).reshape(mine.shape)
+
+    return jax.tree.map(receive, tree)
 
 
 def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None = None) -> Any:
@@ -40,7 +50,16 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None =
 
     The arrays, the same in every process, stay the caller's. Ranks lie along ``axis``, all axes of the mesh if None.
     """
-    return jax.tree.map(partial(_place, mesh, mesh.axis_names if axis is None else axis), tree, layout)
+
+    def put(array: Any, leaf: Leaf) -> jax.Array:
+        sharding = leaf.sharding(mesh, mesh.axis_names if axis is None else axis)
+        if leaf.cut is None and jax.process_count() == 1:
+            # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
+            return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
+        held: Any = leaf.to_global(np.array(array, leaf.dtype))
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+    return jax.tree.map(put, tree, layout)
 
 
 def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -48,25 +67,6 @@ def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     everywhere = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for leaf in leaves]
     return jax.tree.unflatten(structure, _from_global(everywhere, tuple(jax.tree.leaves(layout))))
-
-
-def _from_first_process(array: Any) -> np.ndarray:
-    mine: Any = np.asarray(array)
-    received = np.empty(mine.nbytes, np.uint8)
-    sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
-    for start in range(0, received.size, PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
-        received[piece] = multihost_utils.broadcast_one_to_all(sent[piece])
-    return received.view(mine.dtype).reshape(mine.shape)
-
-
-def _place(mesh: Mesh | AbstractMesh, axis: Axis, array: Any, leaf: Leaf) -> jax.Array:
-    sharding = leaf.sharding(mesh, axis)
-    if leaf.cut is None and jax.process_count() == 1:
-        # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.
-        return jax.device_put(jnp.array(array, leaf.dtype, copy=True), sharding)
-    held: Any = leaf.to_global(np.array(array, leaf.dtype))
-    return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
 
 
 @partial(jax.jit, static_argnums=1)

@@ -131,7 +131,12 @@ class Programs:
             jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
-                trace = trace.with_shapes({name: leaf.block for name, leaf in named_leaves(self.layout.params).items()})
+                blocks = {name: leaf.block for name, leaf in named_leaves(self.layout.params).items()}
+                tensors, constants = (
+                    tuple(one._replace(shape=blocks[one.name]) for one in some)
+                    for some in (trace.tensors, trace.constants)
+                )
+                trace = trace._replace(tensors=tensors, constants=constants)
             self._traces[key] = trace
         return self._traces[key]
 

@@ -83,22 +83,14 @@ def _all_checksums(leaves: list[jax.Array], specs: tuple[PartitionSpec, ...], me
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    words = _words(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    elif leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)  # 8 bytes become two words
+    words = lax.bitcast_convert_type(leaf, unsigned).reshape(-1).astype(jnp.uint32)
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)  # as in MurmurHash3
     words = words ^ (words >> 13)
     return jnp.sum(words * (2 * lax.iota(jnp.uint32, words.size) + 1), dtype=jnp.uint32)
-
-
-def _words(leaf: jax.Array) -> jax.Array:
-    """The bits of an array as 32-bit words, ``[num_words]``."""
-    leaf = _numbers(leaf)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)  # 8 bytes become two words
-    return lax.bitcast_convert_type(leaf, unsigned).reshape(-1).astype(jnp.uint32)
-
-
-def _numbers(leaf: jax.Array) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return jnp.stack([leaf.real, leaf.imag])
-    return leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
