@@ -164,6 +164,30 @@ def finish(name):
             assert by_hand or is_unchanged
 
 
+def clear_the_module(name):
+    """What is cleared in the module or a part of it, after a pass or between two, leaves nothing of that pass there."""
+    for part in ("", "2"):
+        for is_quiet in (False, True):
+            net, tx, x = wrapped(name)
+
+            def two_passes(net=net, tx=tx, x=x, part=part, is_quiet=is_quiet):
+                net.require_backward_grad_sync = not is_quiet
+                loss(net, rows(dist.get_rank(), 1)).backward()
+                net.require_backward_grad_sync = True
+                if not is_quiet:
+                    net.finish_gradient_synchronization()
+                net.module.get_submodule(part).zero_grad()
+                loss(net, x).backward()
+                net.finish_gradient_synchronization()
+                tx.step()
+
+            if refused(two_passes, "was changed while it was reduced"):
+                assert name == "zero3" and part and is_quiet
+            else:
+                cleared, both = expected(0), expected(0, 1)
+                check_weights(net, {key: (cleared if key.startswith(part) else both)[key] for key in both})
+
+
 def passes_beside(name):
     """What comes between the last backward and finish is right, or refused."""
     net, tx, x = wrapped(name)
@@ -260,7 +284,7 @@ def change_after_wrapping(name):
 # Tests
 
 
-@pytest.mark.parametrize("check", [drop_passes, finish, passes_beside, clip, change_after_wrapping])
+@pytest.mark.parametrize("check", [drop_passes, finish, clear_the_module, passes_beside, clip, change_after_wrapping])
 @wrappers
 def test_it_is_right_or_refused(ranks, name, check):
     ranks.run(check, name, num_ranks=2)
