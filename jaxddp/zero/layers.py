@@ -27,10 +27,10 @@ from jax import lax
 from jax.extend import core
 
 from ..arguments import check_function
-from ..communication.reduction import order_token
 from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from ..strategy import Ranks
-from .gather import Shard, gather, in_order, put
+from .gather import Shard, gather, put
+from .ordering import Order, computed_again, in_order
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -121,7 +121,7 @@ def used_outside(jaxpr: Any, stacked: Sequence[int | None]) -> set[int]:
 
 def run_units(
     program: core.ClosedJaxpr, inputs: Sequence[Any], ranks: Ranks, *,
-    is_end: bool, in_loop: bool = False, tokens: list[Any] | None = None,
+    is_end: bool, in_loop: bool = False, order: Order | None = None,
 ) -> list[Any]:  # fmt: skip
     """Runs a marked program, some of whose inputs are shards that only units use.
 
@@ -132,15 +132,12 @@ def run_units(
         is_end: Whether the backward begins with it.
         in_loop: Whether forward and backward are loops, between which XLA finds no equal operations. Else barriers keep
             it from using what the forward has gathered; in a loop they would tie each gather to the round before.
-        tokens: Of the units before it; None if there are none whose values can be used here, as in a loop.
+        order: Of the units before it; None if there are none whose values can be used here, as in a loop.
 
     Returns:
         Its results.
     """
-    if tokens is None:
-        # The first unit waits for nothing, the next two for a number of their own: XLA would gather what two of them
-        # use once, and hold it.
-        tokens = [None, order_token((), 1.0)[1], order_token((), 2.0)[1]]
+    order = Order() if order is None else order
     last = next((equation for equation in reversed(program.jaxpr.eqns) if _has_unit(equation)), None)
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -154,7 +151,7 @@ def run_units(
             return _run_scan(equation, inputs, ranks)
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name in CALLS and not is_unit:
-            return run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, tokens=tokens)
+            return run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
         shards = [inputs[place] for place in places]
         others = [place for place, one in enumerate(inputs) if isinstance(one, jax.Array)]
 
@@ -167,10 +164,12 @@ def run_units(
 
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])
-        elif not keeps:
-            compute = jax.checkpoint(compute, policy=_policy(inner), prevent_cse=not in_loop)
+        elif in_loop and not keeps:
+            compute = jax.checkpoint(compute, policy=_policy(inner), prevent_cse=False)
+        is_again = is_unit and not keeps and not in_loop
+        unit = computed_again(compute, _policy(inner)) if is_again else lambda *args: (compute(*args), None)
         arrays = [inputs[place] for place in others]
-        return in_order(tokens, lambda local: compute(local, arrays), [shard.local for shard in shards])
+        return in_order(order, lambda local: unit(local, arrays), [shard.local for shard in shards])
 
     return interpret(program, inputs, rule)
 

@@ -15,6 +15,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
+from jaxddp.instruments.collectives import Collectives
 from jaxddp.instruments.schedule import read_schedule
 
 MIB = 2**20
@@ -29,7 +30,7 @@ FEW, MANY = 4, {"loop": 10, "scan": 16}
 class Step(NamedTuple):
     planned: list[tuple[str, int]]
     collectives: list[tuple[str, int]]
-    in_loops: set[tuple[str, bool]]  # kind, and whether anything is computed while it is in flight
+    found: Collectives
     temporaries: int
 
 
@@ -86,9 +87,8 @@ def compiled():
         state = trainer.abstract_state(make_params(kind, num_layers))
         program = targets.start_compile(trainer, state, batch).result()
         compiled = read_schedule(program).gradient_collectives()
-        in_loops = {(one.kind, one.is_hidden) for one in jaxddp.collectives(program).in_loops()}
         temporaries = program.memory_analysis().temp_size_in_bytes
-        return Step(trainer.planned(state, batch), compiled, in_loops, temporaries)
+        return Step(trainer.planned(state, batch), compiled, jaxddp.collectives(program), temporaries)
 
     return of
 
@@ -127,4 +127,11 @@ def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_l
 
 
 def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compiled):
-    assert compiled("scan", FEW).in_loops == {("all-gather", True), ("reduce-scatter", True)}
+    in_loops = {(one.kind, one.is_hidden) for one in compiled("scan", FEW).found.in_loops()}
+    assert in_loops == {("all-gather", True), ("reduce-scatter", True)}
+
+
+def test_gathers_run_while_the_layer_before_computes_in_the_backward_too(compiled):
+    """They wait for no gradient of their layer's results."""
+    gathers = [one for one in compiled("loop", FEW).found.found if one.kind == "all-gather"]
+    assert sum(one.times for one in gathers) == 2 * FEW + 2 and all(one.is_hidden for one in gathers)
