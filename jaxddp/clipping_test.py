@@ -41,7 +41,7 @@ def test_in_a_chain_whose_state_is_sharded(strategy, max_norm):
         )
         state, metrics = trainer.step(trainer.init(params), batch)
         ours = trainer.params(state)
-        grads = jax.grad(loss_fn)(params, batch)
+        grads = jax.jit(jax.grad(loss_fn))(params, batch)
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-13)
         clip = optax.clip_by_global_norm(max_norm)
         clipped, _ = clip.update(grads, clip.init(grads))

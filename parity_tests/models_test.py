@@ -1,7 +1,5 @@
 """Models of both packages are the same functions: the same weights give the same loss and gradients."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,12 +56,6 @@ def test_same_weights_give_same_loss_and_gradients(name, direction):
             else:
                 assert parameter.grad is not None
                 np.testing.assert_allclose(grads[key], parameter.grad.numpy(), rtol=0, atol=ATOL, err_msg=key)
-
-
-def test_sizes_are_the_same():
-    ours = {name: dataclasses.asdict(config) for name, config in jaxddp.models.SIZES.items()}
-    theirs = {name: dataclasses.asdict(config) for name, config in torchref.models.SIZES.items()}
-    assert ours == theirs
 
 
 def every_size(quick):

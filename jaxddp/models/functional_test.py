@@ -42,7 +42,7 @@ def test_cross_entropy_gradient_is_softmax_minus_one_hot():
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", [*TOYS, "tiny"])
+@pytest.mark.parametrize("name", ["toy_unused", "tiny"])
 def test_build_gives_plain_arrays_and_a_loss_with_a_gradient(name):
     loss, params = build(name)
     assert {type(leaf).__name__ for leaf in jax.tree.leaves(params)} == {"ArrayImpl"}

@@ -322,9 +322,14 @@ def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strate
     trainer = make(strategy, optimizer=optimizer, num_ranks=3)
     batch = BATCH[:6]
     trained = trainer.init(PARAMS)
-    for _ in range(3):
+
+    @jax.jit
+    def step(params, state):
         updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = step(params, state)
         trained, _ = trainer.step(trained, batch)
     found = trainer.opt_state(trained)
     assert jax.tree.structure(found) == jax.tree.structure(state)

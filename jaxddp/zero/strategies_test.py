@@ -161,9 +161,13 @@ def test_leaves_smaller_than_the_ranks_empty_and_scalar_train_as_on_one_device()
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
     optimizer = optax.adamw(0.1)
-    grads = jax.grad(loss_fn)(params, batch)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    expected = optax.apply_updates(params, updates)
+
+    @jax.jit
+    def step(params):
+        updates, _ = optimizer.update(jax.grad(loss_fn)(params, batch), optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    expected = step(params)
     for strategy in (jaxddp.zero1(), jaxddp.zero2(1e-6), jaxddp.zero3(min_shard_elements=0)):
         trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(8))
         state, _ = trainer.step(trainer.init(params), batch)
