@@ -38,10 +38,9 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_integer
-from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
+from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits, with_free_port
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
-from jaxddp.processes.torchrun import with_free_port
 from jaxddp.processes.watchdog import watch
 
 OnMessage = Callable[[int, Any], None]  # (rank, message)
@@ -376,7 +375,7 @@ def init_from_env(
     keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
-        place = with_free_port(job, timeout_s) if has_agent else job
+        place = with_free_port(job, timeout_s)
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))

@@ -33,9 +33,6 @@ from .weights import read_arrays, write_arrays
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
 _OWNERS = {"params": "model", "opt_state": "optimizer", "model_state": "model"}
-Row = Mapping[str, Any]
-"""``shape, dtype`` of one leaf."""
-
 _numbers = itertools.count()  # of what processes tell each other: the same in all
 
 
@@ -63,7 +60,6 @@ class Checkpoints(CheckpointFolder):
 
     package = "jaxddp"
     format = 3
-    before = "[0-9]*/about/metadata"
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
         """Saves a state under its step; returns once it is written.

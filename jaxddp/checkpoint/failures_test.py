@@ -1,6 +1,5 @@
 """What fails while checkpoints are written, and what happens to their files: the state that was saved, or one line."""
 
-import functools
 import json
 import os
 import random
@@ -238,7 +237,6 @@ def test_a_minute_of_damaged_checkpoints(tmp_path, trainer, capfd):
 def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
     save(tmp_path, trainer, 2)
     shutil.copytree(tmp_path / "2", tmp_path / "9")
-    (tmp_path / "1" / "about").mkdir(parents=True)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match="checkpoint of step 9 in .* is that of step 2: remove or rename its"):
             check_restored(checkpoints, trainer, 2)
@@ -249,17 +247,12 @@ def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
         about.write_text(json.dumps({"about": said, "crc32": _checksum(said)}))
         with pytest.raises(ValueError, match="checkpoint of step 2 in .* has format 2 of jaxddp: this is format 3"):
             check_restored(checkpoints, trainer, 2, asked=2)
-        (tmp_path / "1" / "about" / "metadata").write_text("{}")
-        restores = [functools.partial(check_restored, checkpoints, trainer, 1, asked=step) for step in (None, 1)]
-        for refused in (checkpoints.latest_step, checkpoints.reserve, *restores):
-            with pytest.raises(ValueError, match=r"1/about/metadata' is of a checkpoint of format 1"):
-                refused()
 
 
 def test_bad_input(tmp_path, trainer):
     for make, reason in {
         lambda: Checkpoints(tmp_path, keep=0): r"keep \(=0\) must be a positive integer",
-        lambda: Checkpoints(""): r"directory \(=''\) must name a folder",
+        lambda: Checkpoints(""): r"directory \(=''\) must be the path of a folder",
         lambda: Checkpoints(__file__): r"directory \(='.*'\) must be a folder, it is a file",
         lambda: Checkpoints(tmp_path).restore(trainer, {}): "no checkpoint in ",
     }.items():

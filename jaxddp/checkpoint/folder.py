@@ -19,7 +19,6 @@ import abc
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from ..arguments import check_function, check_integer, check_kind
+from ..arguments import check_function, check_integer, check_path
 
 T = TypeVar("T")
 _MOST_ABOUT_BYTES = 2**28
@@ -52,7 +51,6 @@ class CheckpointFolder(abc.ABC):
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
     one: ClassVar[str] = "process"  # what one of the job is called
-    before: ClassVar[str]  # matches the checkpoints of format 1
 
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
@@ -71,9 +69,7 @@ class CheckpointFolder(abc.ABC):
         """
         check_function("warn", warn, "a function of a line")
         keep = check_integer("keep", keep)
-        check_kind("directory", directory, (str, os.PathLike), "a path")
-        if not os.fspath(directory):
-            raise ValueError("directory (='') must name a folder")
+        check_path("directory", directory, "the path of a folder")
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
@@ -92,7 +88,7 @@ class CheckpointFolder(abc.ABC):
         """Locks the folder until ``close``, as ``save`` does, so that no other job saves there. All processes call it.
 
         Raises:
-            ValueError: If another job has locked it, or it holds checkpoints of format 1.
+            ValueError: If another job has locked it.
             OSError: If it cannot be written.
         """
         self._on_first(self._lock)
@@ -100,28 +96,21 @@ class CheckpointFolder(abc.ABC):
     def close(self) -> None:
         """Lets other jobs save into the folder; needs no other process."""
         if self._writer is not None:
-            Path(self._writer.name).unlink(missing_ok=True)
             self._writer.close()
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first.
-
-        Raises:
-            ValueError: If one is of format 1.
-        """
-        self._refuse_before()
+        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
         named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
-        ours = [path for path in named if path.name == str(int(path.name)) and any(_parts(path))]
-        return sorted(int(path.name) for path in ours)
+        return sorted(
+            int(path.name)
+            for path in named
+            if path.name == str(int(path.name)) and ((path / "about.json").exists() or any(path.glob("state*")))
+        )
 
     def latest_step(self) -> int | None:
-        """Returns the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it.
-
-        Raises:
-            ValueError: If it is of format 1.
-        """
-        return self._on_first(self._latest_here)
+        """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
+        return self._on_first(lambda: max(self.steps(), default=None))
 
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays; needs no other process.
@@ -188,7 +177,6 @@ class CheckpointFolder(abc.ABC):
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
-        self._refuse_before()
         if self._writer is not None:
             return
         file = open(self.directory / ".writer", "a+b", buffering=0)
@@ -204,10 +192,6 @@ class CheckpointFolder(abc.ABC):
             ) from None
         except OSError:  # a file system without locks
             pass
-        if not _is_at(file):  # its holder has just removed it
-            file.close()
-            self._lock()
-            return
         self._writer = file
         file.truncate(0)
         with contextlib.suppress(OSError):  # the disk is full
@@ -219,8 +203,8 @@ class CheckpointFolder(abc.ABC):
         """Makes way for a save, in process 0; raises a ValueError if there is none."""
         self._lock()
         for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = itertools.chain([f"{damaged}.damaged"], (f"{damaged}.damaged-{n}" for n in itertools.count(2)))
-            self._path(damaged).rename(next(path for path in map(self.directory.joinpath, names) if not path.exists()))
+            before = len(list(self.directory.glob(f"{damaged}.damaged*")))
+            self._path(damaged).rename(self.directory / f"{damaged}.damaged{before or ''}")
         if step <= (newest := max(self.steps(), default=-1)):
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
@@ -273,7 +257,6 @@ class CheckpointFolder(abc.ABC):
         """Reads a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
             return read(step)
-        self._refuse_before()
         damaged: list[tuple[int, DamagedError]] = []
         for one in reversed(self.steps()):
             try:
@@ -312,15 +295,6 @@ class CheckpointFolder(abc.ABC):
             raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
         return about
 
-    def _latest_here(self) -> int | None:
-        return max(self.steps(), default=None)
-
-    def _refuse_before(self) -> None:
-        for path in self.directory.glob(self.before):
-            raise ValueError(
-                f"{str(path)!r} is of a checkpoint of format 1, which this version does not read: take another folder"
-            )
-
     def _damage(self, step: int) -> DamagedError:
         return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
 
@@ -333,13 +307,6 @@ class CheckpointFolder(abc.ABC):
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
-
-
-def _is_at(file: Any) -> bool:
-    """Whether an open file is still the one of its name."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    return False
 
 
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
@@ -372,10 +339,6 @@ def described(error: Exception) -> tuple[str, str]:
 def error_of(kind: str, text: str) -> Exception:
     """Undoes ``described``."""
     return _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}")
-
-
-def _parts(checkpoint: Path) -> list[Path]:
-    return [*checkpoint.glob("about.json"), *checkpoint.glob("state*")]
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any]:

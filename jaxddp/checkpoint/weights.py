@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..arguments import check_leaves, check_path
@@ -43,7 +42,9 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
         >>> {name: array.shape for name, array in weights.items()}
         {'head.kernel': (3, 5)}
     """
-    from ..tree import named_leaves  # late: torchref reads weights, and imports no JAX
+    import jax.numpy as jnp  # late: torchref reads weights, and imports no JAX
+
+    from ..tree import named_leaves
 
     check_path("path", path)
     leaves = named_leaves(params)
@@ -53,9 +54,13 @@ def export_weights(path: str | os.PathLike[str], params: Any) -> None:
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise ValueError(f"path (={str(path)!r}) must be a regular file, it is a folder or device")
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+    for name, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.inexact) and not np.issubdtype(array.dtype, np.inexact):  # of ml_dtypes
+            arrays[name] = array.astype(np.float32)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        write_arrays(partial, {name: _as_native(np.asarray(leaf)) for name, leaf in leaves.items()})
+        write_arrays(partial, arrays)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -92,14 +97,3 @@ def read_arrays(path: str | os.PathLike[str], names: Iterable[str] | None = None
             with archive.open(name) as member:
                 arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
     return arrays
-
-
-def _as_native(array: np.ndarray) -> np.ndarray:
-    """Widens floats that NumPy does not have to float32, which holds them exactly."""
-    if np.issubdtype(array.dtype, np.inexact):
-        return array
-    try:
-        ml_dtypes.finfo(array.dtype)
-    except ValueError:  # of no float
-        return array
-    return array.astype(np.float32)

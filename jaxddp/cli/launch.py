@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..arguments import check_integer
-from ..processes.job import STUCK_S, TOKEN, check_wait, find_job
+from ..arguments import check_integer, check_positive
+from ..processes.job import STUCK_S, TOKEN, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .interrupts import noted_signals
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
     if arguments.stuck_s is not None:
-        check_wait("stuck_s", arguments.stuck_s)
+        check_positive("stuck_s", arguments.stuck_s)
         os.environ[STUCK_S] = str(arguments.stuck_s)
     command, ranks, restarts = [arguments.script, *arguments.arguments], arguments.ranks, arguments.max_restarts
     job = find_job()
@@ -234,19 +234,17 @@ def _is_consequence(process: subprocess.Popen[bytes]) -> bool:
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
     """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
-    log = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open(mode, buffering=0)
-    except OSError as error:
-        print_line(f"{path}: {error.strerror}: the job goes on without this log")
-    with lines, log or contextlib.nullcontext():
+    with lines, contextlib.ExitStack() as stack:
+        log, is_logged = None, True
         for line in lines:
             try:
-                if log is not None:
+                if is_logged and log is None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    log = stack.enter_context(path.open(mode, buffering=0))
+                if is_logged and log is not None:
                     log.write(line)
             except OSError as error:
-                log = None
+                is_logged = False
                 print_line(f"{path}: {error.strerror}: the job goes on without this log")
             try:
                 if is_shown:

@@ -208,7 +208,7 @@ def test_a_job_of_one_process_can_start_one_of_several(start, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("options", "line"),
     [([], "ranks (=None) must be given"), (["--ranks=0"], "num_processes (=0) must be a positive integer"),
-     (["--ranks=2", "--stuck-s=0"], "stuck_s (=0.0) must be a positive number")],
+     (["--ranks=2", "--stuck-s=0"], "stuck_s (=0.0) must be a positive finite number")],
 )  # fmt: skip
 def test_bad_input(start, tmp_path, capsys, options, line):
     assert main(["launch", *options, str(tmp_path / "script.py")]) == 2

@@ -1,4 +1,4 @@
-"""``python -m jaxddp train``: its options, and what its program and the one of torchref share.
+"""``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share.
 
 No framework is imported before the command runs.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..processes.job import find_job
 from ..sizes import SIZES, TransformerConfig
 from ..table import table
-from ..training.clock import Timings, summarize
-from ..training.data import Corpus
+from ..training.clock import Timings, stopwatch, summarize
+from ..training.data import Batch, Corpus
+from .interrupts import Signalled, noted_signals
 from .launch import launch
 from .quiet import import_jax
 
@@ -29,15 +32,13 @@ MAX_SKIPS = 9  # in a row
 _NUM_LINES = 20  # of steps, in a run
 _NUM_BYTE_VALUES = 256
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
-_CHOICES = {
-    "optimizer": ("adamw", "adam", "sgd"),
-    "nonfinite": ("raise", "skip", "stop"),
-    "compute_dtype": ("bfloat16", "float32"),
-}
 
 
-def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s") -> Any:
-    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": f"{text} (default: {shown})"})
+def _flag(
+    default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Sequence[str] | None = None
+) -> Any:
+    text = f"{text} (default: {shown})"
+    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,14 @@ class TrainOptions:
     bucket_mb: float | None = _flag(None, float, "MIB", "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of "
         "1; of bucketed, then up to an eighth of the gradients if that is more")  # fmt: skip
     compute_dtype: str | None = _flag(None, str, "NAME", "compute and gather parameters in this dtype and update "
-        "float32 masters: bfloat16", "float32")  # fmt: skip
-    optimizer: str = _flag("adamw", str, "NAME", "adamw (weight decay 0.01), adam or sgd")
+        "float32 masters: bfloat16", "float32", ("bfloat16", "float32"))  # fmt: skip
+    optimizer: str = _flag("adamw", str, "NAME", "adamw (weight decay 0.01), adam or sgd",
+        choices=("adamw", "adam", "sgd"))  # fmt: skip
     learning_rate: float = _flag(1e-3, float, "RATE", "constant learning rate")
     max_grad_norm: float | None = _flag(None, float, "NORM", "clip the gradient's global norm to this", "no clipping")
     nonfinite: str = _flag("raise", str, "POLICY", "if loss or gradient become NaN or infinite: raise ends the run "
         "with status 3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the "
-        f"update, at most {MAX_SKIPS} times in a row")  # fmt: skip
+        f"update, at most {MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
     checkpoint: str | None = _flag(None, str, "DIR", "folder for checkpoints; the last step is always saved", "none is "
         "saved")  # fmt: skip
     checkpoint_every: int = _flag(50, int, "N", "steps between validations, each followed by a checkpoint; 0: at the "
@@ -82,18 +84,13 @@ class TrainOptions:
         "taken: one command starts and restarts a run"})  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} (={value}) must be a positive integer")
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for name in given.keys() & {"devices", "processes", "steps", "batch_size", "microbatches"}:
+            check_integer(name, given[name])
         for name in ("checkpoint_every", "max_restarts"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name} (={value}) must not be negative")
-        for name in ("stuck_s", "learning_rate", "max_grad_norm"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} (={value}) must be a positive finite number")
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) is not None and value not in choices:
-                raise ValueError(f"{name} (={value!r}) must be one of {', '.join(choices)}")
+            check_integer(name, given[name], 0)
+        for name in given.keys() & {"stuck_s", "learning_rate", "max_grad_norm"}:
+            check_positive(name, given[name])
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed (={self.seed}) must be at least 0 and below 2^31")
         if self.resume and self.checkpoint is None:
@@ -263,17 +260,126 @@ def batches_taken(saved: Any, options: TrainOptions, corpus: Corpus) -> int:
     return saved["examples"] // options.batch_size
 
 
-def skipped_too_often(loss: float, step: int, num_skips: int) -> FloatingPointError:
-    """The error of a run that ends because of steps that were skipped."""
-    before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
-    return FloatingPointError(f"loss (={loss}) and gradient of step {step} must be finite{before}")
+class Training(Protocol):
+    """A framework's training, as ``take_steps`` sees it; every process of a job calls the same in the same order."""
+
+    checkpoints: Any  # the class of folders of checkpoints
+    place: dict[str, int]  # rank and num_ranks, of those that take rows of a batch each
+    is_noted_by_jax: bool  # a signal, for all processes
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+
+    def step(self, batch: Batch) -> Mapping[str, Any]:
+        """Takes one; gives ``loss``, and ``skipped`` if it may be."""
+
+    def wait(self, value: Any) -> None:
+        """Waits until the devices are done."""
+
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
+        """The mean loss of batches of all ranks."""
+
+    def check_replicas(self) -> None:
+        """Raises a ReplicaError if ranks differ in what each has in full."""
+
+    def is_signalled(self, signals: Sequence[int]) -> bool:
+        """Whether a signal ends the run after this step: all processes agree on one."""
+
+    def save(self, folder: Any, position: Any) -> None:
+        """Saves the state with a position in the data."""
+
+    def restore(self, folder: Any) -> Any:
+        """Takes the state of the newest checkpoint, and gives its position."""
 
 
-def check_validation(loss: float, step: int) -> float:
-    """Gives back a validation loss; raises a FloatingPointError if it is not finite."""
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"validation loss (={loss}) after step {step} must be finite")
-    return loss
+def resume(
+    options: TrainOptions,
+    corpus: Corpus,
+    training: Training,
+    folder: Any,
+    say: Callable[[str], None],
+) -> int:
+    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen."""
+    if folder is None:
+        return 0
+    folder.reserve()  # no other job saves there meanwhile
+    if (step := folder.latest_step()) is None:
+        if options.resume:
+            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+        return 0
+    if not options.resume:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
+    num_batches = batches_taken(training.restore(folder), options, corpus)
+    step = training.num_steps
+    if step >= options.steps:
+        say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
+    else:
+        say(f"resumed at step {step}")
+    return num_batches
+
+
+def take_steps(
+    options: TrainOptions,
+    corpus: Corpus,
+    training: Training,
+    folder: Any,
+    num_batches: int,
+    say: Callable[[str], None],
+    on_step: Callable[[StepReport], None],
+) -> Progress:
+    """Trains up to the last step; all processes of a job take the same branches.
+
+    Raises:
+        FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
+        ReplicaError: If ranks differ in what each has in full.
+        Signalled: After a signal of a scheduler, once the step is finished and saved.
+    """
+    held_out = [*corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES)]
+    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
+    num_skips = 0  # in a row
+    error: Exception | None = None
+    progress = Progress(options, corpus.context, training.num_steps + 1)
+    with noted_signals(training.is_noted_by_jax) as signals:
+        while error is None and training.num_steps < options.steps:
+            batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
+            metrics, seconds = stopwatch(training.step, batch, wait=training.wait)
+            step, num_batches, loss = training.num_steps, num_batches + 1, float(metrics["loss"])
+            num_skips = num_skips + 1 if metrics.get("skipped") else 0
+            gives_up = num_skips > max_skips
+            if gives_up:
+                before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
+                error = FloatingPointError(f"loss (={loss}) and gradient of step {step} must be finite{before}")
+            elif step < options.steps and training.is_signalled(signals):
+                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
+            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
+            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
+                training.check_replicas()
+            validation_loss = None
+            if held_out and is_due and error is None:
+                validation_loss = training.mean_loss(held_out)
+                if not math.isfinite(validation_loss):
+                    raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
+
+            save_s = 0.0
+            position = position_of(options, corpus, num_batches)
+            if folder is not None and gives_up:  # the state before, where --resume does not find it
+                path = f"{options.checkpoint}/{step}.nonfinite"
+                with training.checkpoints(path) as aside:
+                    if aside.latest_step() is None:
+                        training.save(aside, position)
+                say(f"the state before is kept in {path}")
+            elif folder is not None and (is_last or (is_due and num_skips == 0)):
+                save_s = stopwatch(training.save, folder, position, wait=training.wait)[1]
+            report = StepReport(step, loss, validation_loss, save_s)
+            if line := progress.add(report, seconds, num_skips > 0):
+                say(line)
+            on_step(report)
+    if folder is not None:
+        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
+    if error is not None:
+        raise error
+    return progress
 
 
 def _nats(loss: float) -> str:

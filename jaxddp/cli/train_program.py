@@ -1,7 +1,7 @@
 """The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel.
 
-A step trains on ``batch_size x context`` tokens, split evenly over the ranks. Validations, checks of replicas and
-checkpoints come between steps. ``torchref/cli/train.py`` is the twin.
+A step trains on ``batch_size x context`` tokens, split evenly over the ranks. The loop over steps is ``take_steps`` in
+``train.py``. ``torchref/cli/train_program.py`` is the twin.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,21 +24,8 @@ from ..models import build
 from ..processes.job import find_job
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
-from ..training.data import Corpus
-from .interrupts import Signalled, noted_signals
-from .train import (
-    CHECK_REPLICAS_EVERY,
-    DEFAULT_SIMULATED_DEVICES,
-    MAX_SKIPS,
-    NUM_VALIDATION_BATCHES,
-    Progress,
-    StepReport,
-    TrainOptions,
-    batches_taken,
-    check_validation,
-    position_of,
-    skipped_too_often,
-)
+from ..training.data import Batch, Corpus
+from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, take_steps
 
 
 def train(
@@ -55,9 +40,7 @@ def train(
     Raises:
         ValueError: If the options do not fit together, the data, the machine or the checkpoint.
         OSError: If the data cannot be read, or a checkpoint cannot be written.
-        FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
-        ReplicaError: If ranks differ in what each has in full.
-        Signalled: After a signal of a scheduler, once the step is finished and saved.
+        FloatingPointError, ReplicaError, Signalled: As ``take_steps``.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)
@@ -79,121 +62,65 @@ def train(
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    with open_checkpoints(options, say) as checkpoints:
-        if checkpoints is not None and checkpoints.latest_step() is not None:
-            state, num_batches = restore(options, corpus, trainer, checkpoints, shapes)
-            if int(state.step) >= options.steps:
-                say(f"complete: the checkpoint in {options.checkpoint} has taken {state.step} of {options.steps} steps")
-                return []
-            say(f"resumed at step {state.step}")
-        else:
-            if options.resume:
-                say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-            state, num_batches = trainer.init(params, seed=options.seed), 0
+    training = _Training(trainer, shapes)
+    opened = None if options.checkpoint is None else jaxddp.Checkpoints(options.checkpoint, warn=say)
+    with opened or contextlib.nullcontext() as folder:
+        num_batches = resume(options, corpus, training, folder, say)
+        if training.state is None:
+            training.state = trainer.init(params, seed=options.seed)
         del params  # the state holds copies
-
+        if training.num_steps >= options.steps:
+            return []
         batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
-        planned = trainer.planned(state, batch)
-        program, compile_s = stopwatch(trainer.compile, state, batch)
+        planned = trainer.planned(training.state, batch)
+        program, compile_s = stopwatch(trainer.compile, training.state, batch)
         say(f"compiled in {compile_s:.1f} s")
-        progress = take_steps(options, corpus, trainer, checkpoints, state, num_batches, say, on_step)
+        progress = take_steps(options, corpus, training, folder, num_batches, say, on_step)
     for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
     return progress.reports
 
 
-def restore(
-    options: TrainOptions, corpus: Corpus, trainer: jaxddp.Trainer, checkpoints: jaxddp.Checkpoints, shapes: Any
-) -> tuple[jaxddp.TrainState, int]:
-    """The newest state, and how many batches it has seen."""
-    if not options.resume:
-        step = checkpoints.latest_step()
-        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    state, position = checkpoints.restore(trainer, shapes)
-    return state, batches_taken(position, options, corpus)
+class _Training:
+    """A trainer and its state, which each step replaces."""
 
+    checkpoints = jaxddp.Checkpoints
 
-def take_steps(
-    options: TrainOptions,
-    corpus: Corpus,
-    trainer: jaxddp.Trainer,
-    checkpoints: jaxddp.Checkpoints | None,
-    state: jaxddp.TrainState,
-    num_batches: int,
-    say: Callable[[str], None],
-    on_step: Callable[[StepReport], None],
-) -> Progress:
-    """Trains from a state up to the last step; raises as ``train``. All processes of a job take the same branches."""
-    place = {"seed": options.seed, "rank": jax.process_index(), "num_ranks": jax.process_count()}
-    held_out = [*map(jaxddp.local_rows, corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES))]
-    step = int(state.step)
-    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
-    num_skips = 0  # in a row
-    error: Exception | None = None
-    progress = Progress(options, corpus.context, step + 1)
-    with noted_signals(is_in_job=jax.process_count() > 1) as signals:
-        while step < options.steps and error is None:
-            batch = corpus.batch(num_batches, options.batch_size, **place)
-            (state, metrics), seconds = stopwatch(trainer.step, state, batch)
-            step, num_batches, loss = step + 1, num_batches + 1, float(metrics["loss"])
-            num_skips = num_skips + 1 if metrics.get("skipped") else 0
-            gives_up = num_skips > max_skips
-            if gives_up:
-                error = skipped_too_often(loss, step, num_skips)
-            elif step < options.steps and is_signalled(step, signals):
-                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
-            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
-            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
-                jaxddp.check_replicas(trainer, state)
-            validation_loss = mean_loss(trainer, state, held_out) if is_due and error is None else None
+    def __init__(self, trainer: jaxddp.Trainer, shapes: Any) -> None:
+        self.state: Any = None  # a TrainState, once it is restored or made
+        self._trainer, self._shapes = trainer, shapes
+        self.place: dict[str, int] = {"rank": jax.process_index(), "num_ranks": jax.process_count()}
+        self.is_noted_by_jax = jax.process_count() > 1
 
-            save_s = 0.0
-            position = position_of(options, corpus, num_batches)
-            if checkpoints is not None and gives_up:  # the state before, where --resume does not find it
-                aside = f"{options.checkpoint}/{step}.nonfinite"
-                with jaxddp.Checkpoints(aside) as folder:
-                    if folder.latest_step() is None:
-                        folder.save(trainer, state, data_position=position)
-                say(f"the state before is kept in {aside}")
-            elif checkpoints is not None and (is_last or (is_due and num_skips == 0)):
-                save_s = stopwatch(partial(checkpoints.save, data_position=position), trainer, state)[1]
-            report = StepReport(step, loss, validation_loss, save_s)
-            if line := progress.add(report, seconds, num_skips > 0):
-                say(line)
-            on_step(report)
-    if checkpoints is not None:
-        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, checkpoints.steps()))}")
-    if error is not None:
-        raise error
-    return progress
+    @property
+    def num_steps(self) -> int:
+        return int(self.state.step)
 
+    def step(self, batch: Batch) -> dict[str, Any]:
+        self.state, metrics = self._trainer.step(self.state, batch)
+        return metrics
 
-def mean_loss(trainer: jaxddp.Trainer, state: jaxddp.TrainState, held_out: Sequence[Any]) -> float | None:
-    """The loss of what is held out; None if nothing is.
+    def wait(self, value: Any) -> None:
+        jax.block_until_ready(self.state)
 
-    Raises:
-        FloatingPointError: If it is not finite.
-    """
-    losses = [float(trainer.evaluate(state, batch)) for batch in held_out]
-    return check_validation(sum(losses) / len(losses), int(state.step)) if losses else None
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
+        losses = [float(self._trainer.evaluate(self.state, jaxddp.local_rows(batch))) for batch in batches]
+        return sum(losses) / len(losses)
 
+    def check_replicas(self) -> None:
+        jaxddp.check_replicas(self._trainer, self.state)
 
-def is_signalled(step: int, signals: Sequence[int]) -> bool:
-    """Whether a signal ends the run after this step: all processes agree on one."""
-    if jax.process_count() > 1:
-        return multihost_utils.reached_preemption_sync_point(step)
-    return bool(signals)
+    def is_signalled(self, signals: Sequence[int]) -> bool:
+        if jax.process_count() > 1:  # all processes agree on a step
+            return multihost_utils.reached_preemption_sync_point(self.num_steps)
+        return bool(signals)
 
+    def save(self, folder: jaxddp.Checkpoints, position: Any) -> None:
+        folder.save(self._trainer, self.state, data_position=position)
 
-@contextlib.contextmanager
-def open_checkpoints(options: TrainOptions, say: Callable[[str], None]) -> Iterator[jaxddp.Checkpoints | None]:
-    """The folder of checkpoints, in which no other job saves meanwhile."""
-    if options.checkpoint is None:
-        yield None
-        return
-    with jaxddp.Checkpoints(options.checkpoint, warn=say) as checkpoints:
-        checkpoints.reserve()
-        yield checkpoints
+    def restore(self, folder: jaxddp.Checkpoints) -> Any:
+        self.state, position = folder.restore(self._trainer, self._shapes)
+        return position
 
 
 def load_params(path: str, like: Any) -> Any:

@@ -4,7 +4,6 @@
     roll_call.py     all processes say that they are there, and compare what must be alike
     start.py         ``start_process``: joins JAX to the job
     replicas.py      the error if ranks differ in what each has in full
-    torchrun.py      the port, where torchrun's agent listens on the job's own
     watchdog.py      ends all processes when one is lost
     stderr.py        whole lines to standard error
 

@@ -9,25 +9,26 @@
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
 to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
 
-No framework is imported: ``jaxddp.start_process`` and ``torchref.init_from_env`` both read this.
+``jaxddp.start_process`` and ``torchref.init_from_env`` both read this; no framework is imported before torchrun's own.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..arguments import check_integer, is_number
+from ..arguments import check_integer, check_positive
 
 TOKEN = "JAXDDP_JOB_TOKEN"  # by which launch's processes know each other
 STUCK_S = "JAXDDP_STUCK_S"  # of launch --stuck-s
 _DEVICE_FILES = Path("/dev")
-_LONGEST_S = 1e9  # that a socket can wait
 _LOOPBACK = "127.0.0.1"  # of a job on one host: nothing listens to other hosts
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives to clients
 
@@ -139,17 +140,38 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
-    """Describes the job given by hand; finds that of the environment if all three are None.
+    """Describes the job given by hand, whose process may use every device of its host; else that of the environment.
 
     Raises:
-        ValueError: If some of the three are None, or as ``job_at`` and ``find_job``.
+        ValueError: If some of the three are None, the address is not ``host:port``, ``process_id`` is not one of the
+            job's, or as ``find_job``.
     """
-    if coordinator_address is not None and num_processes is not None and process_id is not None:
-        return job_at(coordinator_address, num_processes, process_id)
-    given = (coordinator_address, num_processes, process_id)
-    if given != (None, None, None):
+    if coordinator_address is num_processes is process_id is None:
+        return find_job()
+    if coordinator_address is None or num_processes is None or process_id is None:
+        given = (coordinator_address, num_processes, process_id)
         raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
-    return find_job()
+    host, _, port = str(coordinator_address).rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
+    check_integer("num_processes", num_processes)
+    check_integer("process_id", process_id, 0)
+    return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
+
+
+def with_free_port(job: Job, timeout_s: float) -> Job:
+    """Under torchrun, whose agent listens on the job's port: process 0 takes a free one and a token, and tells them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or job.launcher != "torchrun":
+        return job
+    from torch.distributed import TCPStore  # torchrun is torch's, so it is there
+
+    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
+    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if job.process_id == 0:
+        with job.listen(port=0) as probe:
+            store.set(key, f"{probe.getsockname()[1]} {secrets.token_hex(16)}")
+    port, token = store.get(key).decode().split()
+    return job._replace(port=int(port), token=token)
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
@@ -158,35 +180,15 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
     ``stuck_s`` is that of ``launch --stuck-s``, else 600 s; ``timeout_s`` is half of it, 60 to 300 s.
 
     Raises:
-        ValueError: If one is no positive number, or longer than a socket can wait.
+        ValueError: If one is no positive number.
     """
     if stuck_s is None:
         stuck_s = float(os.environ.get(STUCK_S, 600))
-    check_wait("stuck_s", stuck_s)
+    check_positive("stuck_s", stuck_s)
     if timeout_s is None:
         timeout_s = min(300.0, max(60.0, stuck_s / 2))
-    check_wait("timeout_s", timeout_s)
+    check_positive("timeout_s", timeout_s)
     return timeout_s, stuck_s
-
-
-def check_wait(name: str, value: float) -> None:
-    """Refuses what is no positive number of seconds that a socket can wait, by a ValueError."""
-    if not is_number(value) or not 0 < value < _LONGEST_S:
-        raise ValueError(f"{name} (={value!r}) must be a positive number of seconds, below {_LONGEST_S:g}")
-
-
-def job_at(coordinator_address: str, num_processes: int, process_id: int) -> Job:
-    """Describes a job by hand; its process may use every device of its host.
-
-    Raises:
-        ValueError: If the address is not ``host:port``, or ``process_id`` is not one of the job's.
-    """
-    host, _, port = str(coordinator_address).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
-    check_integer("num_processes", num_processes)
-    check_integer("process_id", process_id, 0)
-    return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
 
 
 def keep_to_loopback(job: Job) -> None:

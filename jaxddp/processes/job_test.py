@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from . import job
-from .job import Job, find_job, find_job_or, job_at, keep_to_loopback, visible_gpus, waits
+from .job import Job, find_job, find_job_or, keep_to_loopback, visible_gpus, waits
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2",
@@ -84,11 +84,11 @@ def test_half_a_job_is_refused(environment, message):
 
 def test_an_address_is_host_and_port():
     with pytest.raises(ValueError, match="must be host:port"):
-        job_at("host:http", 2, 0)
+        find_job_or("host:http", 2, 0)
 
 
 def test_an_address_comes_with_both_numbers():
-    assert find_job_or("n0:1234", 2, 1) == job_at("n0:1234", 2, 1)
+    assert find_job_or("n0:1234", 2, 1) == Job("address", 2, 1, 1, 0, 2, "n0", 1234)
     with pytest.raises(
         ValueError, match=r"^coordinator_address, num_processes and process_id \(=.*\) are given all or"
     ):
@@ -120,7 +120,7 @@ def test_how_long_to_wait(monkeypatch):
     assert waits(None, None) == (300, 600) and waits(None, 6) == (60, 6)
     monkeypatch.setenv(job.STUCK_S, "200.0")
     assert waits(None, None) == (100, 200) and waits(5, 6) == (5, 6)
-    with pytest.raises(ValueError, match=r"^stuck_s \(=0\) must be a positive number"):
+    with pytest.raises(ValueError, match=r"^stuck_s \(=0\) must be a positive finite number"):
         waits(None, 0)
 
 
