@@ -1,6 +1,6 @@
 """Checks of arguments by their kind: one line in place of an error far from the call, in words that are not its own.
 
-No framework is imported.
+What is refused raises a ValueError. No framework is imported.
 """
 
 from __future__ import annotations
@@ -15,58 +15,32 @@ from typing import Any
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Refuses a value of another type.
-
-    Args:
-        name: Of the argument.
-        value: Its value.
-        kinds: What it may be.
-        wanted: The same in words.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Refuses a value of another type than ``kinds``, which are ``wanted`` in words."""
     if not isinstance(value, kinds):
         raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
 
 
 def check_function(name: str, value: Any, wanted: str = "a function") -> None:
-    """Refuses what cannot be called.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """Refuses what cannot be called."""
     if not callable(value):
         raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is no optax transformation.
-
-    Raises:
-        ValueError: If it lacks ``init`` or ``update``.
-    """
+    """Refuses what is no optax transformation."""
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(f"optimizer (={_short(optimizer)}) must be an optax transformation, such as optax.adam(1e-3)")
 
 
 def check_flag(**flags: Any) -> None:
-    """Refuses what is no boolean, by argument name: "no" and 2 would count as True.
-
-    Raises:
-        ValueError: If one is neither True nor False.
-    """
+    """Refuses what is no boolean, by argument name: "no" and 2 would count as True."""
     for name, value in flags.items():
         if type(value).__name__ not in ("bool", "bool_"):  # bool_ is NumPy's
             raise ValueError(f"{name} (={_short(value)}) must be True or False")
 
 
 def check_integer(name: str, value: Any, least: int = 1) -> int:
-    """Gives an integer as Python's, NumPy's too; refuses what is none, or one below ``least``. True is none.
-
-    Raises:
-        ValueError: If it is refused.
-    """
+    """Gives an integer as Python's, NumPy's too; refuses what is none, or one below ``least``. True is none."""
     with contextlib.suppress(TypeError):  # raised for what is no integer, such as an array of a float
         if is_number(value) and (number := operator.index(value)) >= least:
             return number
@@ -75,61 +49,32 @@ def check_integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuses what is no positive finite number.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Refuses what is no positive finite number."""
     if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} (={_short(value)}) must be a positive finite number")
 
 
 def check_axis(axis: Any) -> None:
-    """Refuses what is not the name of a mesh axis.
-
-    Raises:
-        ValueError: If it is no string, or empty.
-    """
+    """Refuses what is not the name of a mesh axis."""
     if not isinstance(axis, str) or not axis:
         raise ValueError(f"axis (={_short(axis)}) must be the name of a mesh axis")
 
 
 def check_path(name: str, path: Any, wanted: str = "the path of a file") -> None:
-    """Refuses what is no path, and an empty one, which would be the current folder.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Refuses what is no path, and an empty one, which would be the current folder."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"{name} (={_short(path)}) must be {wanted}")
 
 
-def check_mapping(name: str, value: Any, wanted: str) -> None:
-    """Refuses what is no mapping.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    check_kind(name, value, Mapping, f"a mapping of {wanted}")
-
-
 def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
-    """Refuses leaves of a tree, by their names, that are no arrays.
-
-    Raises:
-        ValueError: If one has no shape or dtype.
-    """
+    """Refuses leaves of a tree, by their names, that are no arrays."""
     for leaf_name, leaf in leaves.items():
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(f"{name} leaf {leaf_name!r} (={_short(leaf)}) must be an array")
 
 
 def check_root(root: int, num_ranks: int) -> None:
-    """Refuses what is not the number of a rank.
-
-    Raises:
-        ValueError: If it is no integer, or out of range.
-    """
+    """Refuses what is not the number of a rank."""
     if isinstance(root, bool) or not isinstance(root, Integral):
         raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
     if not 0 <= root < num_ranks:
@@ -137,11 +82,7 @@ def check_root(root: int, num_ranks: int) -> None:
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
-    """Refuses what are no pairs of ranks to send along.
-
-    Raises:
-        ValueError: If one is no pair of ranks, or a rank sends or is sent to more than once.
-    """
+    """Refuses what are no pairs of ranks to send along."""
     kind = "of integers, (from rank, to rank)"
     if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
@@ -155,11 +96,7 @@ def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
 
 
 def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
-    """The length of the equal parts of dimension 0, one a rank.
-
-    Raises:
-        ValueError: If it is missing, or not divisible by the number of ranks.
-    """
+    """The length of the equal parts of dimension 0, one a rank."""
     if not shape:
         raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
     if shape[0] % num_ranks:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import check_function, check_mapping
+from .arguments import check_function, check_kind
 from .table import table
 from .tree import is_floating
 
@@ -128,7 +128,7 @@ def first_difference(
     """
     check_function("loss_fn", loss_fn)
     check_function("torch_loss", torch_loss)
-    check_mapping("names", names or {}, "PyTorch's names to JAX's")
+    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
     if not is_floating(dtype):
         raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
     found: dict[str, dict[tuple[str, bool], float]] = {}

@@ -17,7 +17,7 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from .arguments import check_flag, check_function, check_kind, check_mapping
+from .arguments import check_flag, check_function, check_kind
 
 
 def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
@@ -101,7 +101,7 @@ def from_linen(
         ValueError: If ``variables`` has no ``params``.
     """
     check_function("module.apply", getattr(module, "apply", None), "that of a flax.linen.Module")
-    check_mapping("variables", variables, "collections, as module.init gives it")
+    check_kind("variables", variables, Mapping, "a mapping of collections, as module.init gives it")
     check_function("loss", loss)
     check_flag(has_aux=has_aux)
     if not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):

@@ -23,7 +23,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collecti
         naive     12.5
         bucketed   9.9
     """
-    lines = [*(part for part in _heads(heads) if any(part)), *rows]
+    parts = [head.partition("\n") for head in heads]
+    lines = [*(line for line in ([part[0] for part in parts], [part[2] for part in parts]) if any(line)), *rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
     if sum(widths) + 2 * (len(widths) - 1) > terminal_width() and len(heads) > len(rows) + 1:
         names = [head.replace("\n", " ").strip() for head in heads]
@@ -58,8 +59,3 @@ def count_kinds(collectives: Iterable[tuple[str, int]]) -> str:
 def terminal_width() -> int:
     """Columns of the terminal, or of what is written to a file."""
     return shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns
-
-
-def _heads(heads: Sequence[str]) -> list[list[str]]:
-    parts = [head.partition("\n") for head in heads]
-    return [[name for name, _, _ in parts], [unit for _, _, unit in parts]]

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from ..arguments import check_mapping
+from ..arguments import check_kind
 
 Params = Any
 
@@ -81,7 +81,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
         >>> from_numpy({"head.weight": np.ones((5, 3), np.float32)}, like)["head"]["kernel"].shape
         (3, 5)
     """
-    check_mapping("arrays", arrays, "arrays by name")
+    check_kind("arrays", arrays, Mapping, "a mapping of arrays by name")
     leaves = _named_leaves(like)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
     faults = [f"unknown {name!r}" for name in given if name not in leaves]

@@ -180,7 +180,8 @@ class _Processes:
                         num_passed_on += 1
                         self._send(number)
                     # First one that fails by itself, not for the loss of another.
-                    ended = sorted((one for one in self.processes if one.returncode), key=_is_consequence)
+                    ended = [one for one in self.processes if one.returncode]
+                    ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
                     if ended and not signals and failed is not ended[0]:
                         until = time.monotonic() + _LAST_WORDS_S if failed is None else until
                         failed = ended[0]
@@ -226,10 +227,6 @@ class _Processes:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_consequence(process: subprocess.Popen[bytes]) -> bool:
-    return process.returncode == LOST_ANOTHER
 
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
