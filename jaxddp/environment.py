@@ -38,7 +38,6 @@ class Gpu(NamedTuple):
     name: str
     memory_bytes: int
     free_bytes: int
-    compute_mode: str  # "Default", "Exclusive_Process" or "Prohibited"
 
 
 def facts() -> dict[str, Any]:
@@ -58,13 +57,10 @@ def driver_version() -> str | None:
 
 def gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves of this host's; empty without NVIDIA's driver."""
-    columns = "index,uuid,name,memory.total,memory.free,compute_mode"
+    columns = "index,uuid,name,memory.total,memory.free"
     lines = (nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
     rows = [row for line in lines if len(row := [cell.strip() for cell in line.split(",")]) == len(Gpu._fields)]
-    found = [
-        Gpu(int(number), uuid, name, _bytes(total), _bytes(free), mode)
-        for number, uuid, name, total, free, mode in rows
-    ]
+    found = [Gpu(int(number), uuid, name, _bytes(total), _bytes(free)) for number, uuid, name, total, free in rows]
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
     visible = visible_gpus()  # numbers, or beginnings of a UUID

@@ -29,15 +29,15 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def rows(count=8, free_mib=80000, mode="Default"):
-    return "\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 81559, {free_mib}, {mode}" for index in range(count))
+def rows(count=8, free_mib=80000):
+    return "\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 81559, {free_mib}" for index in range(count))
 
 
 def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
     nvidia_smi(rows())
     found = environment.gpus()
     assert [gpu.number for gpu in found] == list(range(8))
-    assert found[3] == environment.Gpu(3, "GPU-33-aa", H100, 81559 * 2**20, 80000 * 2**20, "Default")
+    assert found[3] == environment.Gpu(3, "GPU-33-aa", H100, 81559 * 2**20, 80000 * 2**20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-33,5")
     assert [gpu.number for gpu in environment.gpus()] == [1, 3, 5]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -47,7 +47,7 @@ def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
 def test_a_driver_that_does_not_answer_has_no_gpus(nvidia_smi):
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", status=9)
     assert environment.gpus() == [] and environment.driver_version() is None
-    nvidia_smi("0, GPU-1, NVIDIA GB10, [N/A], [N/A], Default")
+    nvidia_smi("0, GPU-1, NVIDIA GB10, [N/A], [N/A]")
     assert environment.gpus()[0].memory_bytes == 0
 
 

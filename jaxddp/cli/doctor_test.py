@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
     def report(*, num_gpus=8, name=H100, free=80, driver="580.65.06", topology=NVLINK, wheels=None,
                shared=None, jax=JAX, torch=TORCH):  # fmt: skip
-        gpus = [environment.Gpu(i, f"GPU-{i}", name, 80 * GIB, free * GIB, "Default") for i in range(num_gpus)]
+        gpus = [environment.Gpu(i, f"GPU-{i}", name, 80 * GIB, free * GIB) for i in range(num_gpus)]
         fakes = {
             "gpus": lambda: gpus,
             "driver_version": lambda: driver,

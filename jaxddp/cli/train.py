@@ -182,7 +182,6 @@ class StepReport(NamedTuple):
     step: int  # steps taken, from 1
     loss: float  # nats per byte, of the global batch, before the update
     validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
-    save_s: float = 0.0  # for which a checkpoint after this step held up training
 
 
 class Progress:
@@ -361,7 +360,6 @@ def take_steps(
                 if not math.isfinite(validation_loss):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
 
-            save_s = 0.0
             position = position_of(options, corpus, num_batches)
             if folder is not None and gives_up:  # the state before, where --resume does not find it
                 path = f"{options.checkpoint}/{step}.nonfinite"
@@ -370,8 +368,8 @@ def take_steps(
                         training.save(aside, position)
                 say(f"the state before is kept in {path}")
             elif folder is not None and (is_last or (is_due and num_skips == 0)):
-                save_s = stopwatch(training.save, folder, position, wait=training.wait)[1]
-            report = StepReport(step, loss, validation_loss, save_s)
+                training.save(folder, position)
+            report = StepReport(step, loss, validation_loss)
             if line := progress.add(report, seconds, num_skips > 0):
                 say(line)
             on_step(report)

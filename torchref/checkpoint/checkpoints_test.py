@@ -112,10 +112,6 @@ def save_on_full_disk(checkpoints, trainer):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def save_earlier(checkpoints, trainer):
-    checkpoints.save(trainer, SAVED_AT)
-
-
 def error_of_place(folder, kind):
     """Each rank has a folder of its own, of which one or both hold checkpoints; or positions differ."""
     trainer = trainer_of("zero1")
@@ -228,16 +224,9 @@ class OtherModel(Model):
         super().__init__(bias=False)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (save_nan, "FloatingPointError: state of step 9 must be finite to be saved: params.last.bias are not"),
-        (save_earlier, f"ValueError: step (={SAVED_AT}) must be above {SAVED_AT}, that of the newest checkpoint in"),
-    ],
-)
-def test_a_refused_save_leaves_what_is_there_on_all_ranks(ranks, saved, function, expected):
-    found = ranks.run(error_of, str(saved), "bucketed", {}, function, num_ranks=2)
-    assert all(one.startswith(expected) for one in found)
+def test_a_refused_save_leaves_what_is_there_on_all_ranks(ranks, saved):
+    found = ranks.run(error_of, str(saved), "bucketed", {}, save_nan, num_ranks=2)
+    assert found == ["FloatingPointError: state of step 9 must be finite to be saved: params.last.bias are not"] * 2
     assert sorted(os.listdir(saved)) == [".writer", str(SAVED_AT)]
 
 
