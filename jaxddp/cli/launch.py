@@ -142,6 +142,7 @@ class _Processes:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": restart,
+            "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
         }

@@ -18,6 +18,7 @@ SCRIPT = """
 import os, signal, subprocess, sys, time
 how, folder, attempt = sys.argv[1], sys.argv[2], os.environ["TORCHELASTIC_RESTART_COUNT"]
 rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # nobody listens at the job's port
 def wait_for_all():
     open(f"{folder}/{attempt}-{rank}", "w").close()
     while len([name for name in os.listdir(folder) if name.startswith(f"{attempt}-")]) < num_ranks:
@@ -197,7 +198,8 @@ def test_another_job_than_the_one_that_it_is_in_is_refused(start, tmp_path, in_j
 
 
 def test_a_job_of_one_process_can_start_one_of_several(start, tmp_path, monkeypatch, capfd):
-    for name, value in (JOB | {"RANK": "0", "WORLD_SIZE": "1"}).items():
+    of_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in (JOB | of_torchrun).items():
         monkeypatch.setenv(name, value)
     logs = tmp_path / "logs"
     assert main(["launch", "--ranks=2", f"--log-dir={logs}", str(tmp_path / "script.py"), "fail", str(tmp_path)]) == 3
