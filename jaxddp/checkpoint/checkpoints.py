@@ -13,16 +13,15 @@ while it is copied to the host; with one process no device holds more than its s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed  # the store has no public name
 
 from ..arguments import check_kind
+from ..training.agreement import gather_texts
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state
 from ..tree import like, named_leaves
@@ -33,7 +32,6 @@ from .weights import read_arrays, write_arrays
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
 _OWNERS = {"params": "model", "opt_state": "optimizer", "model_state": "model"}
-_numbers = itertools.count()  # of what processes tell each other: the same in all
 
 
 class Checkpoints(CheckpointFolder):
@@ -198,11 +196,7 @@ class Checkpoints(CheckpointFolder):
         return jax.process_index(), jax.process_count()
 
     def _exchange(self, text: str) -> list[str]:
-        store: Any = distributed.global_state.client
-        key = f"jaxddp/checkpoint/{next(_numbers)}"
-        store.key_value_set(f"{key}/{jax.process_index()}", text)
-        numbers = range(jax.process_count())
-        return [store.blocking_key_value_get(f"{key}/{number}", 1000 * _ANSWER_S) for number in numbers]
+        return list(gather_texts(text, _ANSWER_S))
 
 
 def _is_finite(name: str, array: np.ndarray) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 from ..arguments import check_kind
+from ..tree import path_name
 
 Params = Any
 
@@ -53,12 +54,12 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
         {'head.weight': (5, 3)}
     """
     leaves = _named_leaves(params)
-    abstract = [name for name, (_, leaf) in leaves.items() if isinstance(_value(leaf), jax.ShapeDtypeStruct)]
+    abstract = [name for name, (_, leaf) in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(f"every leaf must have values, not a shape alone: {', '.join(map(repr, abstract))}")
     arrays = {}
     for name, (path, leaf) in leaves.items():
-        arrays[name] = np.array(np.transpose(np.asarray(_value(leaf)), _to_torch(path, leaf)), order="C")
+        arrays[name] = np.array(np.transpose(np.asarray(leaf), _to_torch(path, leaf)), order="C")
     return arrays
 
 
@@ -103,10 +104,8 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     for name, (path, leaf) in leaves.items():
         back = np.argsort(_to_torch(path, leaf))
         # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
-        array = jnp.array(np.transpose(given[name], back), copy=True)
-        new.append(leaf.replace(array) if _is_variable(leaf) else array)
-    structure = jax.tree.structure(like, is_leaf=_is_variable)
-    return jax.tree.unflatten(structure, new)
+        new.append(jnp.array(np.transpose(given[name], back), copy=True))
+    return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
 def torch_names(params: Params) -> list[str]:
@@ -122,65 +121,50 @@ def torch_names(params: Params) -> list[str]:
     return list(_named_leaves(params))
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_value() if _is_variable(leaf) else leaf
-
-
-def _named_leaves(params: Params) -> dict[str, tuple[tuple[str, ...], Any]]:
-    """Maps each PyTorch name to the leaf's path and the leaf, in the order of the tree."""
+def _named_leaves(params: Params) -> dict[str, tuple[str, Any]]:
+    """Maps each PyTorch name to the leaf's own name and the leaf, in the order of the tree."""
     if isinstance(params, nnx.Module):
         raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
-    leaves: dict[str, tuple[tuple[str, ...], Any]] = {}
-    faults = []
-    listed = jax.tree.leaves_with_path(params, is_leaf=_is_variable)
-    num_dims = {tuple(map(_part, keys)): len(getattr(leaf, "shape", ())) for keys, leaf in listed}
-    for keys, leaf in listed:
-        path = tuple(map(_part, keys))
-        shown = ".".join(path)
-        name = ".".join((*path[:-1], _RENAMED.get(path[-1], path[-1]))) if path else ""
+    nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    faults = [
+        f"{path_name(keys)!r} is a {type(node).__name__}, not a Param"
+        for keys, node in nodes
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+    ]
+    listed = [(path_name(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(params)]
+    num_dims = {path: len(getattr(leaf, "shape", ())) for path, leaf in listed}
+    leaves: dict[str, tuple[str, Any]] = {}
+    for path, leaf in listed:
+        last = path.rpartition(".")[2]
+        name = path.removesuffix(last) + _RENAMED.get(last, last)
         if not name:
             faults.append("a leaf without a name")
         elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            faults.append(f"{shown!r} is a {type(leaf).__name__}, not an array")
-        elif isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
-            faults.append(f"{shown!r} is a {type(leaf).__name__}, not a Param")
-        elif path[-1] == "kernel" and not 2 <= len(leaf.shape) <= 5:
-            faults.append(f"{shown!r} has {len(leaf.shape)} dims, not 2 to 5")
-        elif _is_attention(path, num_dims):
-            faults.append(f"{shown!r} is no convolution but attention or LinearGeneral, by its bias or siblings")
+            faults.append(f"{path!r} is a {type(leaf).__name__}, not an array")
+        elif last == "kernel" and not 2 <= len(leaf.shape) <= 5:
+            faults.append(f"{path!r} has {len(leaf.shape)} dims, not 2 to 5")
+        elif last == "kernel" and _is_attention(path.removesuffix("kernel"), num_dims):
+            faults.append(f"{path!r} is no convolution but attention or LinearGeneral, by its bias or siblings")
         elif name in leaves:
-            faults.append(f"{'.'.join(leaves[name][0])!r} and {shown!r} both map to {name!r}")
+            faults.append(f"{leaves[name][0]!r} and {path!r} both map to {name!r}")
         leaves.setdefault(name, (path, leaf))
     if faults:
         raise ValueError(f"every leaf must be a parameter with a state_dict name of its own: {'; '.join(faults)}")
     return leaves
 
 
-def _is_attention(path: tuple[str, ...], num_dims: Mapping[tuple[str, ...], int]) -> bool:
-    """Whether a kernel of more than two dimensions has what a convolution has not."""
-    if path[-1] != "kernel" or num_dims[path] < 3:
-        return False
-    is_projection = path[-2:-1] and path[-2] in ("query", "key", "value", "out")
-    siblings = [(*path[:-2], name, "kernel") for name in ("query", "key", "value")]
-    return num_dims.get((*path[:-1], "bias"), 1) > 1 or bool(is_projection and all(one in num_dims for one in siblings))
+def _is_attention(module: str, num_dims: Mapping[str, int]) -> bool:
+    """Whether a kernel of more than two dimensions has what a convolution has not; ``module`` ends with a dot."""
+    own = module[:-1].rpartition(".")[2]
+    siblings = [f"{module.removesuffix(f'{own}.')}{name}.kernel" for name in ("query", "key", "value")]
+    is_projection = own in ("query", "key", "value", "out") and all(one in num_dims for one in siblings)
+    return num_dims[f"{module}kernel"] > 2 and (num_dims.get(f"{module}bias", 1) > 1 or is_projection)
 
 
-def _part(key: Any) -> str:
-    """One part of a path, for any container."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _to_torch(path: tuple[str, ...], leaf: Any) -> tuple[int, ...]:
+def _to_torch(path: str, leaf: Any) -> tuple[int, ...]:
     """Permutation of the Flax dims to PyTorch's layout."""
     num_dims = len(leaf.shape)
-    if path[-1] != "kernel":
+    if path.rpartition(".")[2] != "kernel":
         return tuple(range(num_dims))
     return (num_dims - 1, num_dims - 2, *range(num_dims - 2))
 

@@ -262,7 +262,6 @@ def batches_taken(saved: Any, options: TrainOptions, corpus: Corpus) -> int:
 class Training(Protocol):
     """A framework's training, as ``take_steps`` sees it; every process of a job calls the same in the same order."""
 
-    checkpoints: Any  # the class of folders of checkpoints
     place: dict[str, int]  # rank and num_ranks, of those that take rows of a batch each
     is_noted_by_jax: bool  # a signal, for all processes
 
@@ -271,10 +270,7 @@ class Training(Protocol):
         """Steps taken."""
 
     def step(self, batch: Batch) -> Mapping[str, Any]:
-        """Takes one; gives ``loss``, and ``skipped`` if it may be."""
-
-    def wait(self, value: Any) -> None:
-        """Waits until the devices are done."""
+        """Takes one, and waits for the devices; gives ``loss``, and ``skipped`` if it may be."""
 
     def mean_loss(self, batches: Sequence[Batch]) -> float:
         """The mean loss of batches of all ranks."""
@@ -342,7 +338,7 @@ def take_steps(
     with noted_signals(training.is_noted_by_jax) as signals:
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
-            metrics, seconds = stopwatch(training.step, batch, wait=training.wait)
+            metrics, seconds = stopwatch(training.step, batch, wait=lambda _: None)
             step, num_batches, loss = training.num_steps, num_batches + 1, float(metrics["loss"])
             num_skips = num_skips + 1 if metrics.get("skipped") else 0
             gives_up = num_skips > max_skips
@@ -363,7 +359,7 @@ def take_steps(
             position = position_of(options, corpus, num_batches)
             if folder is not None and gives_up:  # the state before, where --resume does not find it
                 path = f"{options.checkpoint}/{step}.nonfinite"
-                with training.checkpoints(path) as aside:
+                with type(folder)(path) as aside:
                     if aside.latest_step() is None:
                         training.save(aside, position)
                 say(f"the state before is kept in {path}")

@@ -84,8 +84,6 @@ def train(
 class _Training:
     """A trainer and its state, which each step replaces."""
 
-    checkpoints = jaxddp.Checkpoints
-
     def __init__(self, trainer: jaxddp.Trainer, shapes: Any) -> None:
         self.state: Any = None  # a TrainState, once it is restored or made
         self._trainer, self._shapes = trainer, shapes
@@ -97,11 +95,8 @@ class _Training:
         return int(self.state.step)
 
     def step(self, batch: Batch) -> dict[str, Any]:
-        self.state, metrics = self._trainer.step(self.state, batch)
+        self.state, metrics = jax.block_until_ready(self._trainer.step(self.state, batch))
         return metrics
-
-    def wait(self, value: Any) -> None:
-        jax.block_until_ready(self.state)
 
     def mean_loss(self, batches: Sequence[Batch]) -> float:
         losses = [float(self._trainer.evaluate(self.state, jaxddp.local_rows(batch))) for batch in batches]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,20 +31,31 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     """
     if jax.process_count() == 1:
         return
-    client: Any = distributed.global_state.client
-    if client is None:
+    if distributed.global_state.client is None:
         raise ValueError("several processes must join a job before they train: call jaxddp.start_process")
-    key, everyone = f"jaxddp/alike/{next(_calls)}", []
-    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(alike))
-    for process in range(jax.process_count()):
-        try:
-            everyone.append(json.loads(client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))))
-        except RuntimeError as error:
-            name, value = next(iter(alike.items()))
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"{name} (={value!r}) must be compared with process {process}, not here within {timeout_s:g} s:"
-                f" {reason}"
-            ) from error
+    everyone = []
+    try:
+        for text in gather_texts(json.dumps(alike), timeout_s):
+            everyone.append(json.loads(text))
+    except RuntimeError as error:
+        name, value = next(iter(alike.items()))
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{name} (={value!r}) must be compared with process {len(everyone)}, not here within {timeout_s:g} s:"
+            f" {reason}"
+        ) from error
     if fault := disagreement(everyone):
         raise ValueError(fault)
+
+
+def gather_texts(text: str, timeout_s: float) -> Iterator[str]:
+    """Gathers a text of every process, by its number; every process calls it, as often as the others.
+
+    Raises:
+        RuntimeError: Of JAX's, if one does not come.
+    """
+    client: Any = distributed.global_state.client
+    key = f"jaxddp/texts/{next(_calls)}"
+    client.key_value_set(f"{key}/{jax.process_index()}", text)
+    for process in range(jax.process_count()):
+        yield client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))

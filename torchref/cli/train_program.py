@@ -74,7 +74,6 @@ def train(
 class _Training:
     """A trainer, and the collectives of its last step."""
 
-    checkpoints = Checkpoints
     is_noted_by_jax = False
 
     def __init__(self, trainer: Trainer) -> None:
@@ -87,11 +86,10 @@ class _Training:
 
     def step(self, batch: Batch) -> dict[str, float]:
         with record() as self.issued:
-            return self._trainer.step(_to_device(batch))
-
-    def wait(self, value: Any) -> None:
+            metrics = self._trainer.step(_to_device(batch))
         if group_device().type == "cuda":
             torch.cuda.synchronize()
+        return metrics
 
     def mean_loss(self, batches: Sequence[Batch]) -> float:
         begin_step(is_call=True)
