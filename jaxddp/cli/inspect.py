@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_integer
 from .quiet import import_jax_on_cpu
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _BY_LEAVES = ("zero1:leaves", "zero2:leaves")
-_DTYPES = ("f32", "bf16")
 _SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
 _OF_COMPILING = ("compare", "bucket_mb", "dump_hlo", "trainer", "dtype", *_SHAPES)
 
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
     add("--dtype", metavar="NAME", help="f32, whose products JAX computes in TF32 on GPUs and in bfloat16 on TPUs; or "
         "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
-        "(default: f32)")  # fmt: skip
+        "(default: f32)", choices=("f32", "bf16"))  # fmt: skip
     add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
@@ -133,11 +133,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_options(arguments: argparse.Namespace) -> Path | None:
     """Checks what is known before compiling; returns the folder of the pictures."""
     for name in ("batch_per_device", *_SHAPES):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} (={value}) must be a positive integer")
-    if arguments.dtype not in (None, *_DTYPES):
-        raise ValueError(f"dtype (={arguments.dtype!r}) must be one of {', '.join(_DTYPES)}")
+        if (value := getattr(arguments, name)) is not None:
+            check_integer(name, value)
     if arguments.hlo is not None:
         _check_left_out(arguments, "hlo", "is one program as it is", *_OF_COMPILING)
     if arguments.trainer is not None:

@@ -157,7 +157,7 @@ BAD_INPUT = {
     "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",
     "--dump-hlo {full}/file": "dump_hlo (={full}/file) must not exist: nothing is overwritten",
     "--hlo {full}/file --compare auto": "compare (=['auto']) must be left out with --hlo, which is one program",
-    "--dtype bfloat16": "dtype (='bfloat16') must be one of f32, bf16",
+    "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
     "--hlo {full}/no": "[Errno 2] No such file or directory: '{full}/no'",
     # 13.97e9 float32 parameters, of which AdamW keeps two more: 12 bytes each.
     TOO_LARGE: "parameters and optimizer state alone need 167.7 GB on each device of 'h100:8', which has 80.0 GB: ",
