@@ -188,7 +188,7 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
     if timeout_s is None:
         timeout_s = min(300.0, max(60.0, stuck_s / 2))
     check_positive("timeout_s", timeout_s)
-    return timeout_s, stuck_s
+    return min(timeout_s, 1e9), stuck_s  # a socket can wait no longer
 
 
 def keep_to_loopback(job: Job) -> None:
