@@ -96,12 +96,11 @@ def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported if not name.startswith("torchref")}
-    cli = {"interrupts", "launch", "parser", "train"}
-    data = {"jaxddp.training.clock", "jaxddp.training.data"}
+    cli = {"launch", "parser", "train"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
-    core |= {"checkpoint.folder", "checkpoint.weights"}
-    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
-    assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == data | {
+    core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
+    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "watchdog")}
+    assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {
         *(f"jaxddp.cli.{name}" for name in cli),
         *(f"jaxddp.{name}" for name in core),
     }
