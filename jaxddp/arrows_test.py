@@ -17,8 +17,8 @@ FLOORS = (
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "clipping", "strategy", "registry",
      "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
-     "flax", "parity", "step_parity", "first_difference", "scopes", "plain", "network", "sizes", "table", "environment",
-     "processes"),
+     "flax", "parity", "step_parity", "first_difference", "scopes", "plain", "network", "nccl_tests", "sizes", "table",
+     "environment", "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 
@@ -99,7 +99,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     cli = {"launch", "parser", "train"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
-    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "watchdog")}
+    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {
         *(f"jaxddp.cli.{name}" for name in cli),
         *(f"jaxddp.{name}" for name in core),

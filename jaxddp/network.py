@@ -41,6 +41,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import nccl_tests
 from .arguments import check_integer, is_number
 
 GB = 1e9
@@ -302,8 +303,8 @@ def _measurements() -> Any:
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is a run folder of ``python -m benchmarks collectives`` or ``nccl-tests``, its ``metrics.jsonl``, or a JSON
-    object ``{"us": {kind: {ranks: [[bytes of the full buffer, microseconds], ...]}}}``.
+    ``path`` is what nccl-tests printed, a run folder of ``python -m benchmarks collectives`` or ``nccl-tests``, its
+    ``metrics.jsonl``, or a JSON object ``{"us": {kind: {ranks: [[bytes of the full buffer, microseconds], ...]}}}``.
 
     Raises:
         ValueError: If it holds no such rows, a single size, or times that do not grow.
@@ -314,8 +315,10 @@ def from_file(path: str | Path) -> Network:
     try:
         if file.suffix == ".jsonl":
             rows = _rows_of_run(json.loads(line) for line in file.read_text().splitlines() if line.strip())
+        elif (text := file.read_text(errors="replace")).lstrip().startswith("{"):
+            rows = _rows_of_table(json.loads(text)["us"])
         else:
-            rows = _rows_of_table(json.loads(file.read_text())["us"])
+            rows = _rows_of_output(nccl_tests.read_file(file))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
@@ -325,6 +328,13 @@ def _rows_of_table(table: Any) -> list[_Row]:
     return [
         (kind, int(ranks), float(size), us * 1e-6)
         for kind, by_ranks in table.items() for ranks, rows in by_ranks.items() for size, us in rows
+    ]  # fmt: skip
+
+
+def _rows_of_output(outputs: Iterable[nccl_tests.Output]) -> list[_Row]:
+    return [
+        (output.collective.replace("_", "-"), len(output.gpus), float(line.num_bytes), line.time_us * 1e-6)
+        for output in outputs if not output.num_wrong for line in output.lines if not line.num_wrong
     ]  # fmt: skip
 
 

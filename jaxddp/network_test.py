@@ -184,6 +184,24 @@ def test_a_run_of_the_collectives_benchmark_is_read(file):
     assert from_file(path).seconds("all-gather", 4 * MIB, range(4)) == pytest.approx(0.4e-3)
 
 
+NCCL_TESTS = """\
+# Collective test starting: all_reduce_perf
+#  Rank  0 Group  0 Pid  27523 on   node-01 device  0 [0000:01:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid  27523 on   node-01 device  1 [0000:02:00] NVIDIA H100 80GB HBM3
+     1048576        262144     float     sum      -1    29.97   34.99   34.99      0    29.89   35.08   35.08      0
+    67108864      16777216     float     sum      -1   312.40  214.82  214.82      0   310.83  215.90  215.90      0
+   134217728      33554432     float     sum      -1     1.00  214.82  214.82      3   310.83  215.90  215.90      0
+# Out of bounds values : 0 OK
+"""
+
+
+def test_what_nccl_tests_print_is_read(file):
+    network = from_file(file(NCCL_TESTS, "log.txt"))
+    assert network.seconds("all-reduce", 64 * MIB, range(2)) == pytest.approx(312.4e-6)  # out of place
+    assert network.seconds("all-reduce", MIB, range(2)) == pytest.approx(29.97e-6)
+    assert network.seconds("all-reduce", 128 * MIB, range(2)) == pytest.approx(624.8e-6)  # wrong sums are no time
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -192,7 +210,8 @@ def test_a_run_of_the_collectives_benchmark_is_read(file):
         ({"us": {"all-reduce": {"8": [[MIB, 5e-5], [2**30, 5e-3]]}}}, "times must be microseconds"),
         ({"us": {"all-reduce": {"8": [["1M", 5.0], ["2M", 7.0]]}}}, "must hold measured collectives"),
         ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
-        ("# nThread 1", "must hold measured collectives: JSONDecodeError"),
+        ("# nThread 1", "lacks the name of its program"),
+        ('{"us": ', "must hold measured collectives: JSONDecodeError"),
     ],
 )
 def test_a_file_that_is_no_table_is_one_line(content, said, file):

@@ -110,7 +110,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     parent, rank, (of_commands,) = (line.split() for line in done.stdout.splitlines()[-3:])
     assert of_commands == "False"
     ours = ("arguments", "communication", "communication.buckets", "communication.owners", "discovery", "processes",
-            "processes.job", "processes.roll_call", "processes.stderr",
+            "processes.job", "processes.roll_call", "processes.stderr", "processes.torchrun",
             "processes.watchdog")  # fmt: skip
     assert set(parent) <= set(rank)  # names of torchref are loaded when they are used
     assert sorted(rank) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]

@@ -48,9 +48,9 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: what was measured of the chip, or its "
         "published links)")  # fmt: skip
-    add("--network-file", metavar="FILE", help="measured collectives of a host: a run folder of python -m benchmarks "
-        "collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: what was measured of the chip, "
-        "or two numbers)")  # fmt: skip
+    add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
+        "folder of python -m benchmarks collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: "
+        "what was measured of the chip, or two numbers)")  # fmt: skip
     add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
         "with what was measured, where it was)")  # fmt: skip
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")

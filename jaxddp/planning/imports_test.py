@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1]
-SHARED = {PACKAGE / name for name in ("communication/buckets.py", "network.py", "sizes.py", "arguments.py")}
+SHARED = {
+    PACKAGE / name for name in ("communication/buckets.py", "network.py", "nccl_tests.py", "sizes.py", "arguments.py")
+}
 SHARED |= {
     PACKAGE / name
     for name in ("communication/owners.py", "processes/job.py", "processes/roll_call.py", "processes/stderr.py")

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,21 +155,6 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
     check_integer("num_processes", num_processes)
     check_integer("process_id", process_id, 0)
     return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
-
-
-def with_free_port(job: Job, timeout_s: float) -> Job:
-    """Under torchrun, whose agent listens on the job's port: process 0 takes a free one and a token, and tells them."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or job.launcher != "torchrun":
-        return job
-    from torch.distributed import TCPStore  # torchrun is torch's, so it is there
-
-    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
-    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if job.process_id == 0:
-        with job.listen(port=0) as probe:
-            store.set(key, f"{probe.getsockname()[1]} {secrets.token_hex(16)}")
-    port, token = store.get(key).decode().split()
-    return job._replace(port=int(port), token=token)
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:

@@ -1,0 +1,102 @@
+"""What NVIDIA's nccl-tests print: the time of a collective by size.
+
+    all_reduce_perf -b 1M -e 8G -f 2 -g 8
+
+prints a line per size, of which the first four of the last eight numbers are of calls out of place, after comments that
+name the program and each rank:
+
+    # size  count  type  redop  root  time (us)  algbw (GB/s)  busbw (GB/s)  #wrong  time  algbw  busbw  #wrong
+
+A text may hold the output of several programs, and its lines what launchers put before them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = {
+    f"{name}_perf": name.replace("sendrecv", "send_recv")
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv")
+}
+_NUM_FIELDS = 13
+# Open MPI's --tag-output, srun's --label, and times of a log.
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_PREFIX = re.compile(
+    r"\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:(?=\s)"
+    rf"|\[?(?:\d{{4}}-\d\d-\d\d[T ])?{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?:?(?=\s))"
+)
+_PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})\b")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\]\s*(.*\S))?\s*$")
+_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+
+
+class Line(NamedTuple):
+    """A size: of the full buffer, its dtype as NCCL spells it, microseconds of a call, and how many values are wrong.
+
+    ``num_wrong`` is 0 where nothing was checked, or an older release prints the largest error.
+    """
+
+    num_bytes: int
+    dtype: str
+    time_us: float
+    num_wrong: int
+
+
+@dataclass
+class Output:
+    """What one program printed: its collective, its ranks' GPUs, its sizes, and how many values were wrong in all."""
+
+    collective: str = ""
+    gpus: dict[str, str] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    num_wrong: int = 0
+
+
+def read_file(path: str | Path) -> list[Output]:
+    """Reads what programs printed.
+
+    Raises:
+        ValueError: If it is not such output, whole from its first line on.
+        OSError: If it cannot be read.
+    """
+    named = _PROGRAM.search(Path(path).name)
+    found = read_text(Path(path).read_text(errors="replace"), PROGRAMS[named[1]] if named else "")
+    for output in found:
+        missing = (
+            "the name of its program" if not output.collective
+            else "a line for each rank" if not output.gpus
+            else "a line of a size" if not output.lines
+            else ""
+        )  # fmt: skip
+        if missing:
+            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing}")
+    return found
+
+
+def read_text(text: str, collective: str) -> list[Output]:
+    """Divides a text into the outputs of programs; ``collective`` is of those that do not name themselves."""
+    found = [Output(collective)]
+    for raw in text.splitlines():
+        line = raw
+        while prefix := _PREFIX.match(line):
+            line = line[prefix.end() :]
+        line = line.strip()
+        current = found[-1]
+        named = _PROGRAM.search(line)
+        if (named or line.startswith("# nThread")) and (current.gpus or current.lines):
+            found.append(current := Output(collective))
+        if named:
+            current.collective = PROGRAMS[named[1]]
+        elif rank := _RANK.match(line):
+            current.gpus[rank[1]] = rank[2] or ""
+        elif outside := _OUT_OF_BOUNDS.match(line):
+            current.num_wrong += int(outside[1])
+        elif not line.startswith("#"):
+            fields = line.split()
+            if len(fields) == _NUM_FIELDS and fields[0].isdigit():
+                num_wrong = int(fields[8]) if fields[8].isdigit() else 0
+                current.lines.append(Line(int(fields[0]), fields[2], float(fields[5]), num_wrong))
+    return found
