@@ -58,6 +58,7 @@ class Checkpoints(CheckpointFolder):
 
     package = "jaxddp"
     format = 3
+    before = "[0-9]*/about/metadata"
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
         """Saves a state under its step; returns once it is written.

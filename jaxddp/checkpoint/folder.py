@@ -50,6 +50,7 @@ class CheckpointFolder(abc.ABC):
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
+    before: ClassVar[str]  # matches the checkpoints of format 1
     one: ClassVar[str] = "process"  # what one of the job is called
 
     def __init__(
@@ -100,7 +101,13 @@ class CheckpointFolder(abc.ABC):
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
+        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first.
+
+        Raises:
+            ValueError: If one is of format 1.
+        """
+        for path in self.directory.glob(self.before):
+            raise ValueError(f"{str(path)!r} is of a checkpoint of format 1, which is not read: take another folder")
         named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
         return sorted(
             int(path.name)
@@ -109,7 +116,11 @@ class CheckpointFolder(abc.ABC):
         )
 
     def latest_step(self) -> int | None:
-        """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
+        """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it.
+
+        Raises:
+            ValueError: If one is of format 1.
+        """
         return self._on_first(lambda: max(self.steps(), default=None))
 
     def about(self, step: int | None = None) -> dict[str, Any]:

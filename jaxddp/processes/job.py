@@ -9,7 +9,7 @@
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
 to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
 
-``jaxddp.start_process`` and ``torchref.init_from_env`` both read this; no framework is imported before torchrun's own.
+No framework is imported: ``jaxddp.start_process`` and ``torchref.init_from_env`` both read this.
 """
 
 from __future__ import annotations
