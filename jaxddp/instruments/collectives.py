@@ -216,7 +216,10 @@ def _read(
 
 
 def _kind_of(loop: Operation) -> str:
-    if "jvp(" in loop.op_name or "transpose(" in loop.op_name:  # within what is differentiated
+    # A loop whose collectives XLA has pipelined has no name; what is in it has that of the loop before "while/body".
+    inside = (one.op_name.rpartition("/while/body")[0] for one in loop.body)
+    name = loop.op_name or next(filter(None, inside), "")
+    if "jvp(" in name or "transpose(" in name:  # within what is differentiated
         return LAYERS
     return MICROBATCHES if any("transpose(" in one.op_name for one in loop.body) else LOOP
 

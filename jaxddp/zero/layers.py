@@ -30,7 +30,7 @@ from ..arguments import check_function
 from ..interpreter import CALLS, CHECKPOINT, bind, called_program, interpret, num_consts_and_carry
 from ..strategy import Ranks
 from .gather import Shard, gather, put
-from .ordering import Order, computed_again, in_order
+from .ordering import Order, after_loop, computed_again, in_order
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -148,18 +148,20 @@ def run_units(
             return [_rows(equation, inputs)]
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
         if name == "scan":
-            return _run_scan(equation, inputs, ranks)
+            return after_loop(order, _run_scan(equation, inputs, ranks))
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name in CALLS and not is_unit:
             return run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
         shards = [inputs[place] for place in places]
         others = [place for place, one in enumerate(inputs) if isinstance(one, jax.Array)]
+        # Its gradients are scattered while those of its results are computed, so they do not wait for these.
+        follows_loop = order.of_loop is not None
 
         def compute(local: list[jax.Array], arrays: list[jax.Array]) -> list[Any]:
             own: Any = [shard._replace(local=array) for shard, array in zip(shards, local, strict=True)]
             if not is_unit:
                 return run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
-            own, arrays = gather(own, ranks, arrays)
+            own, arrays = (gather(own, ranks)[0], arrays) if follows_loop else gather(own, ranks, arrays)
             return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
 
         if not is_unit:

@@ -40,10 +40,12 @@ class Order:
     Attributes:
         tokens: Of each unit, available after its results.
         early: Of the last unit, if the backward computes it again: its gradient comes before that of its results.
+        of_loop: Of a loop just before, whose backward waits for its gradient.
     """
 
     tokens: list[Any] = field(default_factory=_first_tokens)
     early: Any = None
+    of_loop: Any = None
 
 
 def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: list[jax.Array]) -> list[Any]:
@@ -58,6 +60,8 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
         The unit's results.
     """
     token, early = order.tokens[-3], order.early
+    if order.of_loop is not None:
+        shards, order.of_loop = _on_floats(_scatter_first, shards, order.of_loop)[0], None
     if token is not None:
         shards, token = _on_floats(_wait, shards, token)
     results, order.early = unit(shards)
@@ -66,6 +70,16 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
     if early is not None:
         results, _ = _on_floats(_give_early, results, early)
     return results if token is None else _on_floats(_use, results, token)[0]
+
+
+def after_loop(order: Order, results: list[Any]) -> list[Any]:
+    """The results of a loop over units, whose backward begins once the gradients of the unit after it are scattered.
+
+    They are while that unit computes the gradients of its results. Once a loop has begun, in which units scatter as
+    well, XLA would scatter them after it.
+    """
+    results, order.of_loop = _on_floats(_release, results, jnp.zeros(()))
+    return results
 
 
 def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
@@ -146,6 +160,15 @@ def _wait(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], j
 
 
 _wait.defvjp(lambda arrays, token: (_wait(arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
+@jax.custom_vjp
+def _scatter_first(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """In the backward, the token waits for the gradients of the arrays."""
+    return arrays, token
+
+
+_scatter_first.defvjp(lambda arrays, token: ((arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 @jax.custom_vjp

@@ -127,8 +127,12 @@ def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_l
 
 
 def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compiled):
-    in_loops = {(one.kind, one.is_hidden) for one in compiled("scan", FEW).found.in_loops()}
-    assert in_loops == {("all-gather", True), ("reduce-scatter", True)}
+    found = compiled("scan", FEW).found
+    assert {(one.kind, one.is_hidden) for one in found.in_loops()} == {("all-gather", True), ("reduce-scatter", True)}
+    assert {loop.kind for one in found.in_loops() for loop in one.loops} == {"layers"}
+    # The gradients of the head, before the loop, and of the embedding, at the end.
+    outside = [one for one in found.found if one.kind == "reduce-scatter" and one.num_bytes == 4 * WIDTH * VOCAB]
+    assert [one.phase for one in outside] == ["backward", "optimizer"]
 
 
 def test_gathers_run_while_the_layer_before_computes_in_the_backward_too(compiled):
