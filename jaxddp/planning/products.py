@@ -2,7 +2,7 @@
 
     matrix products   by dtype and shape from XLA's table of H100 and B200, interpolated in the logarithms of all sizes;
                       beyond it the nearest sizes' rate, a batch of more than four counted as more rows; without a table
-                      the best rate measured over many shapes; without that the peak
+                      the best rate measured over several shapes; without that the peak
     memory            92 % of the peak: STREAM's triad gives 3.09 of an H100's 3.35 TB/s
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
@@ -12,6 +12,7 @@ A chip has these rates after ``as_measured``; until then its peaks.
 References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
     stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS.
+    waynehacking8/blackwell-tensorcore-kernels, results/bench.csv: cublasSgemm on an H100.
     Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
 """
 
@@ -88,12 +89,13 @@ def rates_in_words(chip: Chip) -> str:
     """
     if not chip.is_measured:
         return "rates, assumed: published peaks of products and memory"
-    by_shape = _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"]
-    dtypes = [*_COLUMNS, "float8"] if by_shape else [*_measurements()["best"][chip.name]]
-    how = "by shape" if by_shape else "over many shapes"
+    by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []
+    at_best = [dtype for dtype in _measurements()["best"][chip.name] if dtype not in by_shape]
+    how = ((by_shape, "by shape"), (at_best, "at the best of several shapes"))
+    products = " and ".join(f"{', '.join(dtypes)} {how}" for dtypes, how in how if dtypes)
     return (
-        f"rates, measured: products in {', '.join(dtypes)} {how} (others at peak, assumed), memory at "
-        f"{_MEMORY_SHARE:.0%} of its peak, {KERNEL_S * 1e6:g} us a kernel"
+        f"rates, measured: products in {products} (others at peak, assumed), memory at {_MEMORY_SHARE:.0%} of its peak,"
+        f" {KERNEL_S * 1e6:g} us a kernel"
     )
 
 

@@ -32,7 +32,8 @@ def test_others_lie_between_and_beyond_the_table_it_is_the_nearest():
 def test_what_was_not_measured_keeps_its_peak():
     assert product_rate(A100, "bfloat16", (1, 256, 256, 256)) == 271.2e12  # the best of many shapes
     assert product_rate(H100, "float8") == 1402.6e12
-    for chip, dtype in ((A100, "tf32"), (H100, "float32"), (V5P, "bfloat16")):
+    assert product_rate(H100, "float32", (1, 256, 256, 256)) == 47.33e12
+    for chip, dtype in ((A100, "tf32"), (H100, "float64"), (V5P, "bfloat16")):
         assert product_rate(chip, dtype, (1, 256, 256, 256)) == chip.flops_per_s[dtype]
     assert V5P == CHIPS["v5p"] and kernel_s(V5P) == 0 and memory_rate(V5P) == 2.765e12
     assert kernel_s(H100) == 1e-6 and memory_rate(H100) == pytest.approx(0.92 * 3.35e12)
