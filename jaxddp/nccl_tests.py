@@ -28,8 +28,9 @@ _PREFIX = re.compile(
     r"\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:(?=\s)"
     rf"|\[?(?:\d{{4}}-\d\d-\d\d[T ])?{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?:?(?=\s))"
 )
-_PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})\b")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\]\s*(.*\S))?\s*$")
+_PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})(?:_mpi)?\b")
+_CONCLUDED = "# Collective test concluded"
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?.*?(?:\]\s*(.*\S))?\s*$")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
 
 
@@ -47,10 +48,11 @@ class Line(NamedTuple):
 
 @dataclass
 class Output:
-    """What one program printed: its collective, its ranks' GPUs, its sizes, and how many values were wrong in all."""
+    """What one program printed: its collective, its ranks' GPUs, their hosts, sizes, and how many values were wrong."""
 
     collective: str = ""
     gpus: dict[str, str] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
     lines: list[Line] = field(default_factory=list)
     num_wrong: int = 0
 
@@ -84,6 +86,8 @@ def read_text(text: str, collective: str) -> list[Output]:
         while prefix := _PREFIX.match(line):
             line = line[prefix.end() :]
         line = line.strip()
+        if line.startswith(_CONCLUDED):  # the last line of one, which names its program again
+            continue
         current = found[-1]
         named = _PROGRAM.search(line)
         if (named or line.startswith("# nThread")) and (current.gpus or current.lines):
@@ -91,7 +95,8 @@ def read_text(text: str, collective: str) -> list[Output]:
         if named:
             current.collective = PROGRAMS[named[1]]
         elif rank := _RANK.match(line):
-            current.gpus[rank[1]] = rank[2] or ""
+            current.gpus[rank[1]] = rank[3] or ""
+            current.hosts.add(rank[2] or "")
         elif outside := _OUT_OF_BOUNDS.match(line):
             current.num_wrong += int(outside[1])
         elif not line.startswith("#"):

@@ -78,8 +78,8 @@ def bus_factor(kind: str, num_ranks: int) -> float:
     return volume * ((num_ranks - 1) / num_ranks if is_scaled else 1.0)
 
 
-# (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
 _Row = tuple[str, int, float, float]  # kind, ranks, bytes of the full buffer, seconds
+# (kind, ranks, rows of (bytes of the full buffer, seconds) by size)
 Curves = tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
 _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
@@ -332,6 +332,9 @@ def _rows_of_table(table: Any) -> list[_Row]:
 
 
 def _rows_of_output(outputs: Iterable[nccl_tests.Output]) -> list[_Row]:
+    outputs = list(outputs)
+    if hosts := next((output.hosts for output in outputs if len(output.hosts) > 1), None):
+        raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
     return [
         (output.collective.replace("_", "-"), len(output.gpus), float(line.num_bytes), line.time_us * 1e-6)
         for output in outputs if not output.num_wrong for line in output.lines if not line.num_wrong

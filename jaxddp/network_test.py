@@ -192,6 +192,8 @@ NCCL_TESTS = """\
     67108864      16777216     float     sum      -1   312.40  214.82  214.82      0   310.83  215.90  215.90      0
    134217728      33554432     float     sum      -1     1.00  214.82  214.82      3   310.83  215.90  215.90      0
 # Out of bounds values : 0 OK
+# Collective test concluded: all_reduce_perf
+#
 """
 
 
@@ -200,6 +202,8 @@ def test_what_nccl_tests_print_is_read(file):
     assert network.seconds("all-reduce", 64 * MIB, range(2)) == pytest.approx(312.4e-6)  # out of place
     assert network.seconds("all-reduce", MIB, range(2)) == pytest.approx(29.97e-6)
     assert network.seconds("all-reduce", 128 * MIB, range(2)) == pytest.approx(624.8e-6)  # wrong sums are no time
+    with pytest.raises(ValueError, match="its ranks are on 2 hosts"):
+        from_file(file(NCCL_TESTS.replace("node-01 device  1", "node-02 device  0"), "two.txt"))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class Trainer:
         divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
         if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
             raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
+        if weight is None and not of_ranks.is_cuda:
+            self._check_rows(of_ranks)
         has_examples = divisor != 0
         self._finish(divisor or 1)
         loss, norm = total / (divisor or 1), self._clip()
@@ -111,7 +113,7 @@ class Trainer:
         is_finite = self.nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm))  # waits for a GPU
         if has_examples and is_finite:
             self.optimizer.step()
-        if weight is None:  # after the update, which must not wait
+        if weight is None and of_ranks.is_cuda:  # after the update, which must not wait
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         if has_examples and not is_finite and self.nonfinite == "raise":

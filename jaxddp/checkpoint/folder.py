@@ -19,6 +19,7 @@ import abc
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -214,8 +215,8 @@ class CheckpointFolder(abc.ABC):
         """Makes way for a save, in process 0; raises a ValueError if there is none."""
         self._lock()
         for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
-            before = len(list(self.directory.glob(f"{damaged}.damaged*")))
-            self._path(damaged).rename(self.directory / f"{damaged}.damaged{before or ''}")
+            names = (self.directory / f"{damaged}.damaged{number or ''}" for number in itertools.count())
+            self._path(damaged).rename(next(path for path in names if not path.exists()))
         if step <= (newest := max(self.steps(), default=-1)):
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"

@@ -67,11 +67,12 @@ def _watch(folder: Path, answer: Any) -> None:
 
     That is a quarter of its time; then it generates the code of every fusion, in which no collective changes.
     """
-    text = ""
-    while not ("\nENTRY " in text and text.endswith("}\n\n")):  # the last computation, and whole
+    while True:
         time.sleep(0.1)
-        text = "".join(path.read_text() for path in folder.glob("*-TLP-hlo.txt"))
-    answer("compiled", {"text": text, "memory": {}})
+        for path in folder.glob("*-TLP-hlo.txt"):
+            text = path.read_text()
+            if "\nENTRY " in text and text.endswith("}\n\n"):  # the last computation, and whole
+                answer("compiled", {"text": text, "memory": {}})
 
 
 def _main() -> None:
@@ -81,10 +82,13 @@ def _main() -> None:
     os.dup2(2, 1)
 
     def answer(kind: str, content: Any) -> None:
+        said = pickle.dumps((kind, content))
         is_answered.acquire()  # once
-        pickle.dump((kind, content), answer_to)
-        answer_to.flush()
-        os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+        try:
+            answer_to.write(said)
+            answer_to.flush()
+        finally:
+            os._exit(0)  # the interpreter's shutdown of the plugins takes a second
 
     try:
         request = pickle.load(sys.stdin.buffer)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
-from .hlo import Computation, Instruction, Module, one_line_errors, parse_module
+from .hlo import Computation, HLOError, Instruction, Module, one_line_errors, parse_module
 from .work import Work, WorkCounter, trip_count
 
 COLLECTIVE_KINDS = (
@@ -30,6 +30,7 @@ COLLECTIVE_KINDS = (
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 PHASES = ("forward", "backward", "optimizer")
+_MOST_DEVICES = 2**20
 
 
 @dataclass(frozen=True)
@@ -319,14 +320,14 @@ class OperationReader:
             axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
             sizes = [int(size) for size in axes.values()]
             chosen = [list(axes).index(axis) for axis in re.findall(r"'([^']+)'", mesh.group(2))]
-            ids = np.arange(math.prod(sizes)).reshape(sizes)
+            ids = _devices(sizes)
             others = [dim for dim in range(len(sizes)) if dim not in chosen]
             count = math.prod(sizes[dim] for dim in chosen)
             return tuple(int(device) for device in ids.transpose(others + chosen).reshape(-1, count)[0])
         if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
             dims = [int(dim) for dim in iota.group(3).split(",")]
             order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else list(range(len(dims)))
-            ids = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(-1, int(iota.group(2)))
+            ids = _devices(dims).transpose(order).reshape(-1, int(iota.group(2)))
             return tuple(int(device) for device in ids[0])
         if listed := re.match(r"\{\{([\d,]+)\}", printed):
             return tuple(int(device) for device in listed.group(1).split(","))
@@ -424,6 +425,13 @@ def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -
     # The other operands of a ragged exchange are its output, offsets and sizes.
     sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
     return sum(computation[name].num_bytes for name in sent if name in computation)
+
+
+def _devices(sizes: list[int]) -> np.ndarray:
+    """The devices of a mesh by number; a damaged text may name more than fit into memory."""
+    if (count := math.prod(sizes)) > _MOST_DEVICES:
+        raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
+    return np.arange(count).reshape(sizes)
 
 
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:

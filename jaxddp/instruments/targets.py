@@ -110,7 +110,8 @@ def compile_jitted(
     if target.platform != "tpu":
         return start().result().as_text()
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        return start(text_folder=folder).result().as_text()
+        # libtpu's options are divided at spaces.
+        return start(text_folder=None if " " in folder else folder).result().as_text()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:

@@ -7,9 +7,9 @@ The loss is traced once, on full parameters: whatever it asks of them, such as a
 unit is one operation. Run on shards, units gather theirs, rows of a stack and loops over rows are those of shards, and
 everything else is what it was in the trace: what it uses has been gathered before the forward.
 
-A unit is under ``jax.checkpoint``: results of matrix products are saved, everything else is computed again; if there is
-a checkpoint of the user's in it, what that one saves. The last unit of a loss, or of a checkpoint around it, keeps what
-it gathered, since the backward begins there.
+A unit is under ``jax.checkpoint`` (``computed_again``): results of matrix products are saved, everything else is
+computed again; if there is a checkpoint of the user's in it, what that one saves. The last unit of a loss, or of a
+checkpoint around it, keeps what it gathered, since the backward begins there.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def run_units(
             return [_rows(equation, inputs)]
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
         if name == "scan":
-            return after_loop(order, _run_scan(equation, inputs, ranks))
+            carry, results = _run_scan(equation, inputs, ranks)
+            # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
+            return [*after_loop(order, carry), *results]
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name in CALLS and not is_unit:
             return run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
@@ -185,8 +187,8 @@ def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
     return next(given, jax.checkpoint_policies.dots_saveable)
 
 
-def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
-    """Runs a loop over rows of shards."""
+def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any], list[Any]]:
+    """Runs a loop over rows of shards; gives what the last round hands on, and the stacked results."""
     program, params = called_program(equation), equation.params
     num_consts, num_carry = num_consts_and_carry(equation)
     consts, init, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
@@ -216,7 +218,7 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> list[Any]:
         row = _gradients_from_rows(tuple(one.shape for one in held), held)
         local = put(local, places, lax.stop_gradient(held))
     carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
-    return [*carry, *results]
+    return carry, results
 
 
 # The gradients of a round's shards are one row of one stack, zeros before the backward: then on GPUs, XLA scatters them

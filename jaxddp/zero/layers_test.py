@@ -254,3 +254,22 @@ def test_a_loss_without_units_is_warned_of_once_and_not_on_one_rank():
                 trainer.plan(state, batch)
             trainer.evaluate(state, batch)
         assert ["jaxddp.layer" in str(one.message) for one in caught] == [True] * count
+
+
+def test_the_backward_of_what_nothing_differentiates_is_not_computed():
+    """A root at zero would make it 0 times infinity."""
+    unit = jaxddp.layer(lambda kernel, x: 0 * (x @ kernel))
+
+    def loss_fn(params, batch):
+        def body(x, kernel):
+            x = unit(kernel, x)
+            return x, jnp.sqrt(jnp.sum(x**2))
+
+        x, norms = jax.lax.scan(body, batch["x"], params["layers"])
+        return jnp.mean((batch["x"] @ params["head"] - 1) ** 2) + jnp.mean(x), norms.sum()
+
+    params = {"layers": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 8))}
+    strategy, mesh = jaxddp.zero3(min_shard_elements=1), jaxddp.data_mesh(2)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, mesh, has_aux=True)
+    _, metrics = trainer.step(trainer.init(params), {"x": jnp.ones((4, 8))})
+    assert metrics["aux"] == 0 and jnp.isfinite(metrics["grad_norm"])

@@ -7,6 +7,7 @@ backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. S
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
                shards of u           wait for  gradients into u + 1         so its second gather runs beside u + 1
+               a loop of units       waits for scattered gradients of the unit after it
 
 With two units instead, a gather that takes longer than the unit it runs beside would be waited for, though the next
 unit may compute for longer than its own gather takes.
@@ -61,25 +62,25 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
     """
     token, early = order.tokens[-3], order.early
     if order.of_loop is not None:
-        shards, order.of_loop = _on_floats(_scatter_first, shards, order.of_loop)[0], None
+        shards, order.of_loop = _on_floats(_give_back, shards, order.of_loop)[0], None
     if token is not None:
         shards, token = _on_floats(_wait, shards, token)
     results, order.early = unit(shards)
     results, after = _on_floats(_release, results, jnp.zeros(()))
     order.tokens.append(after)
     if early is not None:
-        results, _ = _on_floats(_give_early, results, early)
+        results, _ = _on_floats(_give_back, results, early)
     return results if token is None else _on_floats(_use, results, token)[0]
 
 
-def after_loop(order: Order, results: list[Any]) -> list[Any]:
-    """The results of a loop over units, whose backward begins once the gradients of the unit after it are scattered.
+def after_loop(order: Order, carry: list[Any]) -> list[Any]:
+    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered.
 
     They are while that unit computes the gradients of its results. Once a loop has begun, in which units scatter as
     well, XLA would scatter them after it.
     """
-    results, order.of_loop = _on_floats(_release, results, jnp.zeros(()))
-    return results
+    carry, order.of_loop = _on_floats(_release, carry, jnp.zeros(()))
+    return carry
 
 
 def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
@@ -135,17 +136,6 @@ def _instantiated(grads: list[Any]) -> list[Any]:
     return [zeros(grad) if isinstance(grad, SymbolicZero) else grad for grad in grads]
 
 
-@jax.custom_vjp
-def _give_early(results: list[jax.Array], early: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The results; in the backward, ``early`` gets a zero that waits for their gradients."""
-    return results, early
-
-
-_give_early.defvjp(
-    lambda results, early: ((results, early), None), lambda _, grads: lax.optimization_barrier((grads[0], grads[1]))
-)
-
-
 def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], Any]:
     """Calls ``function(arrays, token)`` on those that have gradients."""
     places = [place for place, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
@@ -163,12 +153,12 @@ _wait.defvjp(lambda arrays, token: (_wait(arrays, token), None), lambda _, grads
 
 
 @jax.custom_vjp
-def _scatter_first(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """In the backward, the token waits for the gradients of the arrays."""
+def _give_back(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays; in the backward, the gradient of the token is a zero that waits for theirs."""
     return arrays, token
 
 
-_scatter_first.defvjp(lambda arrays, token: ((arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
+_give_back.defvjp(lambda arrays, token: ((arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 @jax.custom_vjp

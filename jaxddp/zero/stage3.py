@@ -2,17 +2,17 @@
 
 A sharded parameter is full only while it is used. A unit, which is a function under ``jaxddp.layer`` (a layer, the
 embedding, the head), gathers its parameters when it runs, drops them, and gathers them again in the backward. Its
-gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is
-running, and the small parameters, which stay replicated.
+gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, up to three
+units (``ordering.py``), and the small parameters, which stay replicated.
 
-    ===================== ====================== ===================================
-    tensor                on each rank           bytes on each rank, AdamW, fp32
-    ===================== ====================== ===================================
-    sharded parameter     a shard               4 Psi / N, and one full unit
-    its gradient          a shard                4 Psi / N, and one full unit
-    its moments           shards                8 Psi / N
-    replicated parameter  ``[shape]``            16 Psi, with gradient and moments
-    ===================== ====================== ===================================
+    ===================== ============= =====================================
+    tensor                on each rank  bytes on each rank, AdamW, fp32
+    ===================== ============= =====================================
+    sharded parameter     a shard       4 Psi / N, and up to three full units
+    its gradient          a shard       4 Psi / N, and up to three full units
+    its moments           shards        8 Psi / N
+    replicated parameter  ``[shape]``   16 Psi, with gradient and moments
+    ===================== ============= =====================================
 
     forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
     backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
