@@ -2,7 +2,8 @@
 
     matrix products   by dtype and shape from XLA's table of H100 and B200, interpolated in the logarithms of all sizes;
                       beyond it the nearest sizes' rate, a batch of more than four counted as more rows; without a table
-                      the best rate measured over several shapes; without that the peak
+                      the best rate measured over several shapes, times the share of the multiprocessors that its tiles
+                      keep busy; without that the peak
     memory            92 % of the peak: STREAM's triad gives 3.09 of an H100's 3.35 TB/s
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
@@ -13,6 +14,7 @@ References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
     stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS.
     waynehacking8/blackwell-tensorcore-kernels, results/bench.csv: cublasSgemm on an H100.
+    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles of cuBLAS, tile and wave quantization.
     Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
 """
 
@@ -32,6 +34,8 @@ Shape = tuple[float, float, float, float]  # batch, rows, columns, contracted
 _FILE = Path(__file__).parent.with_name("measured_products.json")
 _SAME_DIE = {"h200": "h100", "gb200": "b200", "gb300": "b200"}
 _COLUMNS = {"tf32": 4, "bfloat16": 5, "float16": 5}
+_TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+_MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148, "gb200": 148, "gb300": 160}
 _MEMORY_SHARE = 0.92
 _ATTENTION_SHARES = {"a100": 0.63}
 _LATER_ATTENTION_SHARE = 0.35
@@ -60,7 +64,9 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
     name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
     if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
         return 1e12 * _interpolated(_table(name, _COLUMNS[dtype]), shape)
-    return 1e12 * best["bfloat16" if dtype == "float16" else dtype] if dtype in best else peak
+    if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
+        return peak
+    return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
 
 
 def memory_rate(chip: Chip) -> float:
@@ -91,12 +97,23 @@ def rates_in_words(chip: Chip) -> str:
         return "rates, assumed: published peaks of products and memory"
     by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []
     at_best = [dtype for dtype in _measurements()["best"][chip.name] if dtype not in by_shape]
-    how = ((by_shape, "by shape"), (at_best, "at the best of several shapes"))
+    how = ((by_shape, "by shape"), (at_best, "at the best of several shapes and by tiles"))
     products = " and ".join(f"{', '.join(dtypes)} {how}" for dtypes, how in how if dtypes)
     return (
         f"rates, measured: products in {products} (others at peak, assumed), memory at {_MEMORY_SHARE:.0%} of its peak,"
         f" {KERNEL_S * 1e6:g} us a kernel"
     )
+
+
+def _busy(multiprocessors: int, shape: Shape) -> float:
+    """The share of full waves of tiles that is the result, with the tiles of which it is largest."""
+    batch, rows, columns, _ = shape
+
+    def share(height: int, width: int) -> float:
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        return batch * rows * columns / (math.ceil(tiles / multiprocessors) * multiprocessors * height * width)
+
+    return max(share(*tile) for tile in _TILES)
 
 
 @functools.cache
