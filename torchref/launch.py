@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _LAST_TENSORS_S = 0.2
 _OTHER_FAILURES_S = 0.1
+_TRACEBACK_S = 2.0
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
@@ -172,8 +174,12 @@ class RankPool:
                 rank, (_, what, details) = min(failures.items(), key=lambda item: item[1][0])
                 raise RankError(f"rank {rank} of {len(ranks)} failed: {what}\n\n{details}")
             if time.monotonic() > heard_s + timeout_s:
-                late = [str(rank) for rank in ranks if rank not in results]
-                which = f"rank{'s' * (len(late) > 1)} {', '.join(late)} of {len(ranks)}"
+                late = [worker for worker in waiting if worker.rank not in results]
+                for worker in late:
+                    worker.process.terminate()  # and say on stderr where each of its threads is
+                    worker.process.join(_TRACEBACK_S)
+                numbers = ", ".join(str(worker.rank) for worker in late)
+                which = f"rank{'s' * (len(late) > 1)} {numbers} of {len(ranks)}"
                 raise RankError(f"{which} did not finish or report within timeout_s (={timeout_s})")
         return [results[rank] for rank in ranks]
 
@@ -257,6 +263,7 @@ def _serve(
     pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None, dies_with_thread: bool
 ) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
+    faulthandler.register(signal.SIGTERM, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     if dies_with_thread and sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]

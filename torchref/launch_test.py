@@ -195,6 +195,12 @@ def test_each_report_restarts_the_timeout_which_names_the_ranks(ranks):
     assert wait_until_gone(pids)
 
 
+def test_a_rank_that_hangs_says_where_it_is(capfd):
+    with RankPool(1) as pool, pytest.raises(RankError, match="did not finish"):
+        pool.run(report_now_and_then, 0, (0,), timeout_s=1.0)
+    assert "in report_now_and_then\n" in capfd.readouterr().err
+
+
 def test_reports_arrive_in_order_while_the_rank_runs_and_late_ones_are_dropped(ranks, tmp_path):
     messages = []
 
