@@ -13,7 +13,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arguments import check_kind
 from ..layout import Leaf, whole
 from ..strategy import Masters
 from ..tree import named_leaves, path_name
@@ -49,7 +48,10 @@ def check_state(state: TrainState) -> None:
     Raises:
         ValueError: If it is none, or was donated.
     """
-    check_kind("state", state, TrainState, "a TrainState, as Trainer.init or abstract_state gives it")
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
+        )
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.core.Tracer):
             raise ValueError("state must be of arrays: call a trainer outside of jax.jit, jax.lax.scan and the like")
