@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxddp.nccl_tests import PROGRAMS, Line, read_text
-from jaxddp.nccl_tests import read_file as read_outputs
+from jaxddp.network.nccl_tests import PROGRAMS, Line, read_text
+from jaxddp.network.nccl_tests import read_file as read_outputs
 
 from .benchmark import FAILED, WRONG
 from .collective_cases import rates, size_of

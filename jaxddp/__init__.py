@@ -12,7 +12,7 @@
     clipping.py                       clipping by the global norm, of shards too
     processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
-    network.py sizes.py               how long a collective takes; sizes of the transformer: no framework
+    network sizes.py                  how long a collective takes; sizes of the transformer: no framework
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     instruments                       look from outside: read compiled programs, compile for absent machines, simulate
     parity.py step_parity.py          your own training under every strategy, on one device, in PyTorch; your own step

@@ -3,7 +3,9 @@ import math
 
 import pytest
 
-from jaxddp.network import _MEASURED, Network, _at_size, from_file, measured
+from jaxddp.network import Network, from_file, measured
+from jaxddp.network.curves import _at_size
+from jaxddp.network.tables import _MEASURED
 
 S = 10**9
 KINDS = {
@@ -204,6 +206,27 @@ def test_what_nccl_tests_print_is_read(file):
     assert network.seconds("all-reduce", 128 * MIB, range(2)) == pytest.approx(624.8e-6)  # wrong sums are no time
     with pytest.raises(ValueError, match="its ranks are on 2 hosts"):
         from_file(file(NCCL_TESTS.replace("node-01 device  1", "node-02 device  0"), "two.txt"))
+
+
+def test_what_nccl_tests_write_as_json_is_read(file):
+    def line(size, time_us, wrong=0):
+        return {"size": size, "type": "float", "out_of_place": {"time": time_us, "nwrong": wrong}, "in_place": None}
+
+    written = {
+        "args": ["/opt/build/all_reduce_perf", "-g", "8"],
+        "config": {
+            "nthreads": 1,
+            "ngpus": 8,
+            # Without MPI it names the first of a process alone.
+            "devices": [{"rank": 0, "hostname": "node-01", "device": 0, "device_info": "NVIDIA H100"}],
+        },
+        "results": [line(MIB, 50.5), line(2 * MIB, 60.0), line(4 * MIB, 1.0, wrong=3)],
+        "out_of_bounds": {"count": 0},
+    }
+    network = from_file(file(written, "out.json"))
+    assert network.curves == (("all-reduce", 8, ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))),)
+    with pytest.raises(ValueError, match="must be what nccl-tests wrote as JSON, and lacks 'config'"):
+        from_file(file({"args": [], "results": []}, "cut.json"))
 
 
 @pytest.mark.parametrize(

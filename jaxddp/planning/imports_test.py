@@ -7,24 +7,21 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1]
-SHARED = {
-    PACKAGE / name for name in ("communication/buckets.py", "network.py", "nccl_tests.py", "sizes.py", "arguments.py")
-}
+SHARED = {PACKAGE / name for name in ("communication/buckets.py", "sizes.py", "arguments.py")}
 SHARED |= {
     PACKAGE / name
     for name in ("communication/owners.py", "processes/job.py", "processes/roll_call.py", "processes/stderr.py")
 }
 PLANNING = {
-    p for p in Path(__file__).parent.rglob("*.py") if not p.name.endswith("_test.py") and "testdata" not in p.parts
+    p for folder in ("planning", "network") for p in (PACKAGE / folder).glob("*.py") if not p.name.endswith("_test.py")
 }
 
 
 def sources(path, node):
     """The files that a relative import may read."""
     folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-    return [
-        p for p in (folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)) if p.exists()
-    ]
+    names = ["__init__", *(alias.name for alias in node.names)]
+    return [p for p in (folder.with_suffix(".py"), *(folder / f"{name}.py" for name in names)) if p.exists()]
 
 
 @pytest.mark.parametrize("path", sorted(SHARED | PLANNING), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -31,7 +31,7 @@ from typing import Any
 from .chips import Chip
 
 Shape = tuple[float, float, float, float]  # batch, rows, columns, contracted
-_FILE = Path(__file__).parent.with_name("measured_products.json")
+_FILE = Path(__file__).with_name("measured_products.json")
 _SAME_DIE = {"h200": "h100", "gb200": "b200", "gb300": "b200"}
 _COLUMNS = {"tf32": 4, "bfloat16": 5, "float16": 5}
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

@@ -1,4 +1,4 @@
-"""What NVIDIA's nccl-tests print: the time of a collective by size.
+"""What NVIDIA's nccl-tests print, or write as JSON (``-J``): the time of a collective by size.
 
     all_reduce_perf -b 1M -e 8G -f 2 -g 8
 
@@ -12,10 +12,11 @@ A text may hold the output of several programs, and its lines what launchers put
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROGRAMS = {
     f"{name}_perf": name.replace("sendrecv", "send_recv")
@@ -58,14 +59,18 @@ class Output:
 
 
 def read_file(path: str | Path) -> list[Output]:
-    """Reads what programs printed.
+    """Reads what programs printed, or one wrote as JSON.
 
     Raises:
         ValueError: If it is not such output, whole from its first line on.
         OSError: If it cannot be read.
     """
-    named = _PROGRAM.search(Path(path).name)
-    found = read_text(Path(path).read_text(errors="replace"), PROGRAMS[named[1]] if named else "")
+    named, text = _PROGRAM.search(Path(path).name), Path(path).read_text(errors="replace")
+    try:
+        is_json = text.lstrip().startswith("{")
+        found = [_of_json(json.loads(text))] if is_json else read_text(text, PROGRAMS[named[1]] if named else "")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON, and lacks {error}") from error
     for output in found:
         missing = (
             "the name of its program" if not output.collective
@@ -105,3 +110,18 @@ def read_text(text: str, collective: str) -> list[Output]:
                 num_wrong = int(fields[8]) if fields[8].isdigit() else 0
                 current.lines.append(Line(int(fields[0]), fields[2], float(fields[5]), num_wrong))
     return found
+
+
+def _of_json(found: Any) -> Output:
+    """The output of one program; without MPI its list of devices ends with the first."""
+    program = _PROGRAM.search(" ".join(found["args"][:1]))
+    config, devices = found["config"], found["config"]["devices"]
+    names = [one["device_info"] for one in devices for _ in range(config["nthreads"] * config["ngpus"])]
+    lines = [
+        Line(row["size"], row["type"], float(row["out_of_place"]["time"]), int(row["out_of_place"]["nwrong"] or 0))
+        for row in found["results"] if row["out_of_place"]
+    ]  # fmt: skip
+    return Output(
+        PROGRAMS[program[1]] if program else "", {str(rank): name for rank, name in enumerate(names)},
+        {one["hostname"] for one in devices}, lines, int(found["out_of_bounds"]["count"]),
+    )  # fmt: skip
