@@ -30,7 +30,7 @@ WRAPPERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero3": (torchref.FSDP, {}),
 }
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),  # larger ones diverge, and rounding errors grow with them
     # Before a batch norm gradients of biases are rounding errors, which the default eps would make steps of.
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}),
     "fused adamw": (torch.optim.AdamW, {"lr": 0.05, "eps": 1e-3, "fused": True}),
@@ -195,7 +195,7 @@ class _ByHand:
         with torch.no_grad():
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.sub_(parameter.grad, alpha=0.02)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters:

@@ -293,11 +293,15 @@ def _serve(
         # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    last: list[Any] = []
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             if (task := pipe.recv()) is not None:
                 answer(functools.partial(_run, rank, backend, functools.partial(send, "message"), *task))
             elif dist.is_initialized():
+                # Kept for one more call: dropping a group joins Gloo's threads under Python's lock, and one of them may
+                # need the lock to drop the tensors of the last collective.
+                last[:] = [dist.group.WORLD]
                 dist.destroy_process_group()
     os._exit(0)
 
