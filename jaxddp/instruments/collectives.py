@@ -211,8 +211,16 @@ def _read(
         is_hidden = any(other.total_work.flops for other in between)
         yield Found(
             one.starts.kind, one.starts.num_bytes, one.starts.dtype, len(one.starts.group), axes_of(one.starts.group),
-            times, one.phase, loops, is_hidden, one.starts.source, one.starts.is_conditional,
+            times, _phase_of(one), loops, is_hidden, one.starts.source, one.starts.is_conditional,
         )  # fmt: skip
+
+
+def _phase_of(collective: Operation) -> str:
+    """By the name that JAX gave it, where that tells: one that XLA pipelined stands among operations of other phases."""
+    assert collective.starts is not None
+    if "transpose(" in collective.starts.op_name:
+        return "backward"
+    return "forward" if "jvp(" in collective.starts.op_name else collective.phase
 
 
 def _kind_of(loop: Operation) -> str:
