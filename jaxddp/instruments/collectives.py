@@ -216,7 +216,7 @@ def _read(
 
 
 def _phase_of(collective: Operation) -> str:
-    """By the name that JAX gave it, where that tells: one that XLA pipelined stands among operations of other phases."""
+    """By the name that JAX gave it, where that tells: XLA pipelines some to places among operations of other phases."""
     assert collective.starts is not None
     if "transpose(" in collective.starts.op_name:
         return "backward"
