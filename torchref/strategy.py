@@ -378,9 +378,6 @@ class DataParallel(nn.Module, abc.ABC):
     def end_microbatch(self) -> None:
         """Called before the forward that follows a backward, for those that reduce in each."""
 
-    def make_room(self, name: str, *_: Any) -> None:
-        """Called before the gradient of a parameter is packed."""
-
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcasts the buffers from rank 0, changed or not: no rank knows whether another's have changed."""
@@ -432,7 +429,6 @@ class DataParallel(nn.Module, abc.ABC):
 
     def _grad(self, name: str) -> torch.Tensor:
         """A parameter's gradient; zeros if it has none."""
-        self.make_room(name)
         parameter = self._trained[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -181,7 +181,7 @@ class ZeRO1(DataParallel):
             self._expect_gradients()
             self._has_begun = True
 
-    def make_room(self, name: str, *_: Any) -> None:
+    def _make_room(self, name: str, *_: Any) -> None:
         """Takes the stand-in away; if it was cleared, so is what this rank has of earlier backwards."""
         parameter = self._trained[name]
         if isinstance(parameter.grad, SpentGradient):
@@ -190,10 +190,14 @@ class ZeRO1(DataParallel):
             self._shards[name].grad = None
             self._sums.forget(name)
 
+    def _grad(self, name: str) -> torch.Tensor:
+        self._make_room(name)
+        return super()._grad(name)
+
     def _add_hooks(self) -> None:
         super()._add_hooks()
         for name, node in self._accumulators.items():
-            node.register_prehook(partial(weakly(self.make_room), name))
+            node.register_prehook(partial(weakly(self._make_room), name))
 
     def _drop_cleared(self) -> None:
         """Clears in shards what was cleared in the module; refuses gradients that were put there."""
