@@ -52,6 +52,7 @@ _T = TypeVar("_T")
 
 _BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
+_LEAVE_TIMEOUT_S = 20.0
 _LAST_TENSORS_S = 0.2
 _OTHER_FAILURES_S = 0.1
 _TRACEBACK_S = 2.0
@@ -133,6 +134,10 @@ class RankPool:
                 results = self._collect(range(num_ranks), timeout_s, on_message)
                 for worker in workers:  # no rank leaves the group while another may still need it
                     worker.send(None)
+                try:
+                    self._collect(range(num_ranks), _LEAVE_TIMEOUT_S, None)
+                except RankError:  # of many thousands of groups of Gloo's one was never gone
+                    self._end(workers)
                 return results
             except BaseException:
                 self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
@@ -293,16 +298,12 @@ def _serve(
         # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    last: list[Any] = []
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             if (task := pipe.recv()) is not None:
                 answer(functools.partial(_run, rank, backend, functools.partial(send, "message"), *task))
-            elif dist.is_initialized():
-                # Kept for one more call: dropping a group joins Gloo's threads under Python's lock, and one of them may
-                # need the lock to drop the tensors of the last collective.
-                last[:] = [dist.group.WORLD]
-                dist.destroy_process_group()
+            else:
+                answer(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     os._exit(0)
 
 

@@ -195,6 +195,18 @@ def test_each_report_restarts_the_timeout_which_names_the_ranks(ranks):
     assert wait_until_gone(pids)
 
 
+def never_leave():
+    dist.destroy_process_group = lambda: time.sleep(60)
+    return os.getpid()
+
+
+def test_a_rank_that_does_not_leave_its_group_is_replaced(monkeypatch):
+    monkeypatch.setattr("torchref.launch._LEAVE_TIMEOUT_S", 0.5)
+    with RankPool(1) as pool:
+        before = pool.run(never_leave)
+        assert wait_until_gone(before) and pool.run(process_id) != before
+
+
 def test_a_rank_that_hangs_says_where_it_is(capfd):
     with RankPool(1) as pool, pytest.raises(RankError, match="did not finish"):
         pool.run(report_now_and_then, 0, (0,), timeout_s=1.0)
