@@ -91,6 +91,13 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def x64():
+    """For files and tests that compute in float64, where only the order of sums differs."""
+    with jax.enable_x64(True):
+        yield
+
+
 # What a run of tests leaves behind
 
 _SESSION = "JAXDDP_TEST_SESSION"  # in the environment of every process of a run, whoever its parent becomes

@@ -18,6 +18,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.folder import _checksum
+from jaxddp.comparison_test import refusal
 from jaxddp.conftest import fuzz_seeds, soon
 
 
@@ -90,8 +91,8 @@ def test_what_has_the_name_of_a_checkpoint_is_not_replaced(tmp_path, trainer):
     (tmp_path / "3").symlink_to(tmp_path / "nowhere")
     with Checkpoints(tmp_path) as checkpoints:
         for step in (2, 3):
-            with pytest.raises(ValueError, match=rf"^'{tmp_path}/{step}' is no checkpoint: save into another folder, "):
-                checkpoints.save(trainer, state_of(trainer, step))
+            found = refusal(checkpoints.save, trainer, state_of(trainer, step))
+            assert found.startswith(f"'{tmp_path}/{step}' is no checkpoint")
     assert names_in(tmp_path) == ["2", "3"]
 
 
@@ -131,8 +132,8 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "reserved\n"
         with Checkpoints(tmp_path) as checkpoints:
-            with pytest.raises(ValueError, match=rf"'{tmp_path}'\) is being written to by .*{other.pid} on "):
-                checkpoints.save(trainer, state_of(trainer, 5))
+            found = refusal(checkpoints.save, trainer, state_of(trainer, 5))
+            assert f"'{tmp_path}') is being written to by " in found and f"{other.pid} on " in found
             other.kill()
             other.wait(60)
             checkpoints.save(trainer, state_of(trainer, 5))
@@ -164,8 +165,7 @@ def test_checkpoints_of_format_1_are_refused_by_name(tmp_path, trainer):
     with Checkpoints(tmp_path) as checkpoints:
         (tmp_path / "1" / "about" / "metadata").write_text("{}")
         for refused in (checkpoints.latest_step, lambda: check_restored(checkpoints, trainer, 1)):
-            with pytest.raises(ValueError, match=r"1/about/metadata' is of a checkpoint of format 1"):
-                refused()
+            assert "1/about/metadata' is of a checkpoint of format 1" in refusal(refused)
 
 
 @pytest.mark.parametrize("part", ["about.json", "state.npz"])
@@ -183,8 +183,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, pa
         check_restored(checkpoints, trainer, 2)
         for step in (1, 2):
             (tmp_path / str(step) / "about.json").unlink()
-        with pytest.raises(ValueError, match="^checkpoint of step 2 in .* is damaged"):
-            check_restored(checkpoints, trainer, 2)
+        assert refusal(check_restored, checkpoints, trainer, 2).startswith("checkpoint of step 2 in ")
 
 
 def damage(checkpoint, rng):
@@ -247,33 +246,23 @@ def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
     save(tmp_path, trainer, 2)
     shutil.copytree(tmp_path / "2", tmp_path / "9")
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="checkpoint of step 9 in .* is that of step 2: remove or rename its"):
-            check_restored(checkpoints, trainer, 2)
-        with pytest.raises(ValueError, match="^no checkpoint of step 5 in .*: there are 2, 9$"):
-            check_restored(checkpoints, trainer, 2, asked=5)
+        assert " is that of step 2: " in refusal(check_restored, checkpoints, trainer, 2)
+        assert refusal(check_restored, checkpoints, trainer, 2, asked=5).endswith(": there are 2, 9")
         about = tmp_path / "2" / "about.json"
         said = json.loads(about.read_bytes())["about"] | {"format": 2}
         about.write_text(json.dumps({"about": said, "crc32": _checksum(said)}))
-        with pytest.raises(ValueError, match="checkpoint of step 2 in .* has format 2 of jaxddp: this is format 3"):
-            check_restored(checkpoints, trainer, 2, asked=2)
+        assert " has format 2 of jaxddp: this is format 3" in refusal(check_restored, checkpoints, trainer, 2, asked=2)
 
 
 def test_bad_input(tmp_path, trainer):
-    for make, reason in {
-        lambda: Checkpoints(tmp_path, keep=0): r"keep \(=0\) must be a positive integer",
-        lambda: Checkpoints(""): r"directory \(=''\) must be the path of a folder",
-        lambda: Checkpoints(__file__): r"directory \(='.*'\) must be a folder, it is a file",
-        lambda: Checkpoints(tmp_path).restore(trainer, {}): "no checkpoint in ",
-    }.items():
-        with pytest.raises(ValueError, match=f"^{reason}"):
-            make()
+    assert "keep (=0) must be a positive integer" in refusal(Checkpoints, tmp_path, keep=0)
+    assert "directory (='') must be the path of a folder" in refusal(Checkpoints, "")
+    assert "must be a folder, it is a file" in refusal(Checkpoints, __file__)
+    assert "no checkpoint in " in refusal(Checkpoints(tmp_path).restore, trainer, {})
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(trainer, state := state_of(trainer, 2))
-        with pytest.raises(ValueError, match=r"^step \(=2\) must be above 2, that of the newest checkpoint in "):
-            checkpoints.save(trainer, state)
-        with pytest.raises(ValueError, match=r"data_position \(=\{1\}\) must be JSON"):
-            checkpoints.save(trainer, state, data_position={1})
+        assert "step (=2) must be above 2" in refusal(checkpoints.save, trainer, state)
+        assert "data_position (={1}) must be JSON" in refusal(checkpoints.save, trainer, state, data_position={1})
         donated = state_of(trainer, 2)  # jax 0.11 does not donate what the host has read, as a save does
         trainer.step(donated, {"x": np.ones((4, 100), np.float32)})
-        with pytest.raises(ValueError, match="was donated to an earlier step"):
-            checkpoints.save(trainer, donated)
+        assert "was donated to an earlier step" in refusal(checkpoints.save, trainer, donated)

@@ -12,6 +12,7 @@ import jaxddp
 from jaxddp.checkpoint.host_state import host_params
 from jaxddp.checkpoint.interop import from_numpy, to_numpy
 from jaxddp.checkpoint.weights import export_weights, load_weights
+from jaxddp.comparison_test import refusal
 from jaxddp.models import build
 from jaxddp.tree import named_leaves
 
@@ -45,8 +46,7 @@ def test_of_shards_it_is_written_without_a_whole_on_any_device(tmp_path):
         np.testing.assert_array_equal(loaded[name], leaf)
     trainer.step(state, {name: np.zeros((3, 8), np.int32) for name in ("tokens", "targets")})
     jax.tree.map(np.testing.assert_array_equal, on_host, params)  # a step that is given the state leaves them alone
-    with pytest.raises(ValueError, match="was donated to an earlier step"):
-        host_params(trainer, state)
+    assert "was donated to an earlier step" in refusal(host_params, trainer, state)
 
 
 def test_any_name_and_any_shape_and_numpy_itself_reads_them(tmp_path):
@@ -61,22 +61,16 @@ def test_any_name_and_any_shape_and_numpy_itself_reads_them(tmp_path):
     assert list(load_weights(tmp_path / "weights")) == [""]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16"])
-def test_floats_that_numpy_does_not_know_are_widened_and_exact(tmp_path, dtype):
-    array = jnp.linspace(-3, 3, 50).astype(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [("bfloat16", "float32"), ("float8_e4m3fn", "float32"), *((one, one) for one in ("float16", "complex64", "bool"))],
+)
+def test_floats_that_numpy_does_not_know_are_widened_and_what_it_knows_stays(tmp_path, dtype, found):
+    array = np.linspace(-3, 3, 50).astype(jnp.dtype(dtype)) * np.asarray(1j if dtype == "complex64" else 1, dtype)
     export_weights(tmp_path / "weights.npz", {"w": array})
     loaded = load_weights(tmp_path / "weights.npz")["w"]
-    assert loaded.dtype == ("float16" if dtype == "float16" else "float32")
-    np.testing.assert_array_equal(jnp.asarray(loaded).astype(dtype), array)
-
-
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "int8", "bool"])
-def test_what_is_no_such_float_stays(tmp_path, dtype):
-    array = np.array([[1, 0], [3, 4]]).astype(dtype) * np.asarray(1j if "complex" in dtype else 1, dtype)
-    export_weights(tmp_path / "weights.npz", {"w": array})
-    loaded = load_weights(tmp_path / "weights.npz")["w"]
-    assert loaded.dtype == array.dtype
-    np.testing.assert_array_equal(loaded, array)
+    assert loaded.dtype == found
+    np.testing.assert_array_equal(loaded.astype(array.dtype), array)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -112,8 +106,7 @@ def test_what_is_no_whole_file_of_weights_is_refused_in_one_line(tmp_path):
     others = [stream.getvalue() for stream in (pickled, alone, foreign)]
     for damaged in (content[: len(content) // 2], content[:-1], b"", b"text", middle, *others):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"^file '.*weights\.npz' must hold weights, .*$"):
-            load_weights(path)
+        assert "weights.npz' must hold weights, " in refusal(load_weights, path)
     with pytest.raises(FileNotFoundError):
         load_weights(tmp_path / "none.npz")
 
@@ -126,6 +119,5 @@ def test_a_link_is_written_through_and_a_device_is_refused(tmp_path):
         assert link.is_symlink() and load_weights(target)["w"].tolist() == [value] * 3
     (tmp_path / "device.npz").symlink_to("/dev/null")
     for path in ("/dev/null", tmp_path / "device.npz", tmp_path):
-        with pytest.raises(ValueError, match=r"^path \(='.*'\) must be a regular file, it is a folder or device$"):
-            export_weights(path, {"w": np.ones(3)})
+        assert "must be a regular file" in refusal(export_weights, path, {"w": np.ones(3)})
     assert Path("/dev/null").is_char_device()

@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
+from jaxddp.comparison_test import refusal
 from jaxddp.mesh import data_mesh
 
-DTYPES = ["float32", "bfloat16", "int32"]
+DTYPES = ["float32", "float64", "bfloat16", "int32"]
 
 
 def integer_valued(num_ranks, *shape, dtype="float32"):
@@ -62,22 +63,17 @@ def test_every_primitive_gives_the_ranks_what_its_equation_says(num_ranks, how):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_are_kept(dtype):
+def test_dtypes_are_kept(x64, dtype):
     x = integer_valued(4, 8, dtype=dtype)
-    total = x.astype("float32").sum(axis=0).astype(dtype)
+    if dtype == "float64":
+        x = jnp.round(x / 3 * 2**50)  # exact in float64, not in float32
+    total = x.astype("float64").sum(axis=0).astype(dtype)
     assert_same(on_ranks(all_reduce, x), jnp.stack([total] * 4))
     assert_same(on_ranks(reduce_scatter, x), total.reshape(4, 2))
     assert_same(on_ranks(all_gather, x), jnp.stack([x.reshape(-1)] * 4))
     assert_same(on_ranks(broadcast, x), jnp.stack([x[0]] * 4))
     assert_same(on_ranks(reduce, x), jnp.zeros_like(x).at[0].set(total))
     assert_same(on_ranks(lambda x, axis: send_recv(x, axis, [(3, 3)]), x), jnp.zeros_like(x).at[3].set(x[3]))
-
-
-def test_float64():
-    with jax.enable_x64(True):
-        x = integer_valued(4, 8, dtype="float64") / 3 * 2**60  # needs more than float32's 24 bits
-        assert_same(on_ranks(broadcast, x), jnp.stack([x[0]] * 4))
-        assert_same(on_ranks(reduce_scatter, jnp.round(x)).reshape(-1), jnp.round(x).sum(axis=0))
 
 
 def test_broadcast_ignores_what_the_other_ranks_hold():
@@ -92,12 +88,10 @@ def test_broadcast_ignores_what_the_other_ranks_hold():
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
 def test_empty_arrays_come_back_empty(shape, how):
     x = jnp.zeros((4, *shape))
-    assert on_ranks(all_reduce, x, how).shape == (4, *shape)
     assert on_ranks(reduce_scatter, x, how).shape == (4, shape[0] // 4, *shape[1:])
     assert on_ranks(all_gather, x, how).shape == (4, shape[0] * 4, *shape[1:])
-    assert on_ranks(broadcast, x, how).shape == (4, *shape)
-    assert on_ranks(reduce, x, how).shape == (4, *shape)
-    assert on_ranks(lambda x, axis: send_recv(x, axis, [(0, 1)]), x, how).shape == (4, *shape)
+    for keeps in (all_reduce, broadcast, reduce, lambda x, axis: send_recv(x, axis, [(0, 1)])):
+        assert on_ranks(keeps, x, how).shape == (4, *shape)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -142,26 +136,18 @@ def test_each_primitive_is_one_collective(fn, opcode):
 
 def test_errors_name_the_value_and_the_rule():
     x = jnp.zeros((4, 10))
-    with pytest.raises(ValueError, match=r"^dimension 0 \(=10\) must be divisible by num_ranks \(=4\)"):
-        on_ranks(reduce_scatter, x)
+    assert "dimension 0 (=10) must be divisible by num_ranks (=4)" in refusal(on_ranks, reduce_scatter, x)
     for needs_dimension_0 in (reduce_scatter, all_gather):
-        with pytest.raises(ValueError, match=r"^shape \(=\(\)\) must have a dimension 0 to cut or join along"):
-            on_ranks(needs_dimension_0, x[:, 0])
+        assert "shape (=()) must have a dimension 0" in refusal(on_ranks, needs_dimension_0, x[:, 0])
     for rooted in (broadcast, reduce):
         for root in (4, -1):
-            with pytest.raises(ValueError, match=rf"^root \(={root}\) must be at least 0 and below num_ranks \(=4\)"):
-                on_ranks(lambda x, axis, fn=rooted, root=root: fn(x, axis, root), x)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "rule"),
-    [
-        ([(0, 4)], r"must name ranks from 0 to below num_ranks \(=4\)"),
-        ([(-1, 0)], r"must name ranks from 0 to below num_ranks \(=4\)"),
+            found = refusal(on_ranks, lambda x, axis, fn=rooted, root=root: fn(x, axis, root), x)
+            assert f"root (={root}) must be at least 0 and below num_ranks (=4)" in found
+    for pairs, rule in (
+        ([(0, 4)], "must name ranks from 0 to below num_ranks (=4)"),
+        ([(-1, 0)], "must name ranks from 0 to below num_ranks (=4)"),
         ([(0, 1), (0, 2)], "must send at most once from each rank"),
         ([(0, 1), (2, 1)], "must send at most once to each rank"),
-    ],
-)
-def test_send_recv_refuses_pairs_that_make_no_sense(pairs, rule):
-    with pytest.raises(ValueError, match=rf"^pairs \(={re.escape(str(pairs))}\) {rule}"):
-        on_ranks(lambda x, axis: send_recv(x, axis, pairs), jnp.zeros((4, 2)))
+    ):
+        found = refusal(on_ranks, lambda x, axis, pairs=pairs: send_recv(x, axis, pairs), x)
+        assert f"pairs (={pairs}) {rule}" in found

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 
 import jaxddp
 from jaxddp.communication import buffers, sharding
@@ -98,7 +100,9 @@ def test_packed_tensors_come_back(tensors, bucket_mb, rule):
     with numpy_for(buffers):
         for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
             packed = buffers.pack(bucket, values)
-            assert packed.size == bucket.num_elements and packed.dtype == bucket.dtype
+            assert packed.dtype == bucket.dtype
+            end_to_end = np.concatenate([values[tensor.name].ravel() for tensor in bucket.tensors])
+            np.testing.assert_array_equal(np.ravel(packed), end_to_end)
             found |= buffers.unpack(bucket, packed)
     assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
 
@@ -137,6 +141,33 @@ def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
     assert sum(kept) == tensor.size
     assert 0 <= num_ranks * cut.chunk - tensor.size < num_ranks
     assert cut.dim is None or num_ranks * cut.chunk == tensor.size
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        ((8, 4), None, (0, (2, 4))),
+        ((6, 8), None, (1, (6, 2))),
+        ((8, 4), (1, 0), (1, (8, 1))),
+        ((8, 6), (1,), (None, (1, 12))),
+        ((6, 5), None, (None, (1, 8))),  # 30 elements and 2 of padding
+        ((), None, (None, (1,))),
+        ((0, 3), None, (0, (0, 3))),
+    ],
+)
+def test_a_tensor_is_cut_along_the_first_dimension_that_the_ranks_divide(shape, dims, expected):
+    found = sharding.cut(shape, 4, dims)
+    assert (found.dim, found.shard_shape) == expected
+
+
+@pytest.mark.parametrize(
+    "which", [sharding.Cut((8, 5), 4, 0), sharding.Cut((5, 8), 4, 1), sharding.Cut((6, 5), 4, None)]
+)
+def test_what_lies_on_a_rank_is_that_ranks_shard(which):
+    mesh, tensor = jaxddp.data_mesh(4), np.arange(np.prod(which.shape)).reshape(which.shape)
+    placed = jax.device_put(which.to_global(tensor), NamedSharding(mesh, which.spec("data")))
+    for rank, shard in enumerate(placed.addressable_shards):
+        np.testing.assert_array_equal(shard.data, which.local_shard(tensor, rank))
 
 
 TREES = st.recursive(

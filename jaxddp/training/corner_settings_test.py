@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,13 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 import jaxddp
+from jaxddp.comparison_test import refusal
 
-STRATEGIES = {"bucketed": {}, "zero1": {}, "zero3": {"min_shard_elements": 0}}
+STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero1": jaxddp.zero1(), "zero3": jaxddp.zero3(min_shard_elements=0)}
 
 
-def make(loss_fn, name, num_ranks=2, **options):
-    strategy = jaxddp.make_strategy(name, **STRATEGIES[name])
-    return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(num_ranks), **options)
+def make(loss_fn, name, **options):
+    return jaxddp.Trainer(loss_fn, optax.sgd(0.1), STRATEGIES[name], jaxddp.data_mesh(2), **options)
 
 
 def loss_fn(params, batch):
@@ -84,8 +83,8 @@ VARIABLES = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zero
     ids=["top", "nested", "joined"],
 )
 def test_linen_variables_are_refused_where_statistics_would_be_trained(params, name):
-    with pytest.raises(ValueError, match=rf"{re.escape(repr(name))} is a statistic of Flax Linen's.*has_state="):
-        make(lambda params, batch: 0.0, "bucketed").init(params)
+    found = refusal(make(lambda params, batch: 0.0, "bucketed").init, params)
+    assert f"{name!r} is a statistic of Flax Linen's" in found and "has_state=" in found
     make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: "batch_stats" not in name).init(params)
 
 
@@ -96,9 +95,8 @@ class Own(nnx.Variable):
 @pytest.mark.parametrize("kind", [nnx.BatchStat, nnx.RngKey])
 def test_nnx_state_is_refused_where_more_than_parameters_would_be_trained(kind):
     state = nnx.State({"w": nnx.Param(jnp.ones(3)), "own": Own(jnp.ones(3)), "x": nnx.State({"y": kind(jnp.ones(3))})})
-    refusal = rf"'x\.y' is a {kind.__name__} of Flax NNX's.*has_state=.*nnx\.split\(model, nnx\.Param, \.\.\.\)"
-    with pytest.raises(ValueError, match=refusal):
-        make(lambda params, batch: 0.0, "bucketed").init(state)
+    found = refusal(make(lambda params, batch: 0.0, "bucketed").init, state)
+    assert f"'x.y' is a {kind.__name__} of Flax NNX's" in found and "nnx.split(model, nnx.Param, ...)" in found
     make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: name != "x.y").init(state)
     make(lambda params, batch: 0.0, "bucketed").init(nnx.State({"w": state["w"], "own": state["own"]}))
 
@@ -107,13 +105,7 @@ def through(function):
     return functools.wraps(function)(lambda *args, **named: function(*args, **named))
 
 
-WRAPPERS = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "wraps": through,
-    "set": functools.partial,
-}
+WRAPPERS = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "wraps": through, "set": functools.partial}
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

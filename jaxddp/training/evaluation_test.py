@@ -1,7 +1,8 @@
-"""What ``evaluate`` gives: a loss, or measures of any number of examples."""
+"""What ``evaluate`` gives, a loss or measures of any number of examples, and what aux values mean."""
 
 import itertools
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import jaxddp
+from jaxddp.comparison_test import assert_near, refusal
 from jaxddp.mesh_test import run_workers
 from jaxddp.metrics import Measure
 
@@ -30,30 +32,79 @@ def dropped(params, batch, key):
     return jnp.mean(jnp.where(keep, batch["x"], 0) @ params["w"])
 
 
-def test_evaluate_draws_nothing_where_the_key_has_a_default():
+def test_evaluate_gives_aux_and_draws_nothing_where_the_key_has_a_default():
     def loss_fn(params, batch, key=None):
-        return jnp.mean(batch["x"] @ params["w"]) if key is None else dropped(params, batch, key)
-
-    one = trainer(loss_fn)
-    found = one.evaluate(one.init(PARAMS), batch())
-    np.testing.assert_allclose(found, loss_fn(PARAMS, batch()), rtol=1e-6)
-
-
-def test_evaluate_refuses_a_loss_that_cannot_go_without_a_key():
-    one = trainer(dropped)
-    with pytest.raises(ValueError, match=r"evaluate gives no key.*key=None"):
-        one.evaluate(one.init(PARAMS), batch())
-
-
-def test_evaluate_gives_aux_as_well():
-    def loss_fn(params, batch):
         out = batch["x"] @ params["w"]
-        return jnp.mean(out), {"square": jnp.mean(out**2)}
+        return jnp.mean(out) if key is None else dropped(params, batch, key), {"square": jnp.mean(out**2)}
 
     one = trainer(loss_fn, has_aux=True)
     loss, aux = one.evaluate(one.init(PARAMS), batch())
     expected, expected_aux = loss_fn(PARAMS, batch())
     np.testing.assert_allclose([loss, aux["square"]], [expected, expected_aux["square"]], rtol=1e-6)
+    one = trainer(dropped)
+    assert "evaluate gives no key" in refusal(one.evaluate, one.init(PARAMS), batch())
+
+
+# Aux values where a mean over ranks would be wrong
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=lambda one: one.name)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_marked_values_are_those_of_all_examples(strategy, num_microbatches):
+    def loss_fn(params, batch):
+        out = batch["x"] * params["w"]
+        each, large = out.sum(1), out > 30
+        marked = {
+            "share": large.mean(),
+            "moments": jaxddp.Weighted(jnp.stack([jnp.mean(out**k) for k in range(2)]), 1),
+            "mean_large": jaxddp.Weighted((out * large).sum(), large.sum()),  # of no weight in the first micro-batch
+            "mean": jaxddp.Mean(out),
+            "sum": jaxddp.Sum(each.astype(jnp.float16)),  # of numbers above 2^11, where float16 has no odd ones
+            "count": jaxddp.Sum(out > 20),
+            "each": jaxddp.PerExample(each > 20),
+            "rows": jaxddp.PerExample(out),
+        }
+        return jaxddp.Weighted(jnp.sum(each[:2]), 2), marked  # whose weights are the loss's alone
+
+    one = jaxddp.Trainer(
+        loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), has_aux=True, num_microbatches=num_microbatches
+    )
+    state, full = one.init(PARAMS), batch(48)["x"]
+    compiled = jaxddp.read_schedule(one.compile(state, batch(48)))
+    assert sorted(compiled.gradient_collectives()) == sorted(one.planned(state, batch(48)))
+    kinds = Counter(each.kind for each in compiled.collectives() if each.is_metrics)
+    norm = strategy.name == "zero3"  # whose squares are summed apart
+    assert kinds == {"all-reduce": 2 + norm, "all-gather": 2}
+    state, metrics = one.step(state, batch(48))
+    expected = {"mean": full.mean(0), "sum": full.sum(), "count": (full > 20).sum(0), "each": full.sum(1) > 20}
+    expected |= {"share": (full > 30).mean(), "moments": [1, full.mean()], "mean_large": full[full > 30].mean()}
+    for name, value in (expected | {"rows": full}).items():
+        np.testing.assert_allclose(metrics["aux"][name], value, rtol=1e-6)
+    assert metrics["aux"]["count"].dtype == jnp.int32
+    if num_microbatches == 1:
+        _, aux = one.evaluate(state, batch(48))
+        np.testing.assert_array_equal(aux["each"].shape, (48,))
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (lambda out: out[:, 0], "aux leaf 'a' (=[4]) must be marked: "),  # as long as a rank's part of the batch
+        (lambda out: jaxddp.Mean(out[:2]), "aux leaf 'a' (=Mean of array of [2, 3]) must have the 4 examples"),
+        (lambda out: jnp.sum(out > 0), "aux leaf 'a' (=int32)"),
+    ],
+)
+def test_what_has_no_one_meaning_is_refused(aux, message):
+    def loss_fn(params, batch):
+        out = batch["x"] * params["w"]
+        return jnp.mean(out), {"a": aux(out)}
+
+    one = trainer(loss_fn, has_aux=True)
+    assert message in refusal(one.step, one.init(PARAMS), batch())
+
+
+# Measures
 
 
 def error_of(params, scale, batch):
@@ -84,12 +135,6 @@ def stateful(strategy, num_ranks=4):
     return one, one.init({"w": weights}, model_state={"scale": np.float64(1.5)}), {"w": weights}
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
 def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
     traces = []
@@ -105,11 +150,10 @@ def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
     assert len(traces) == 1
     full = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     expected = measure(params, {"scale": 1.5}, full)
-    np.testing.assert_allclose(found["mean"], expected["mean"].values.mean(0), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found["nested"]["sum"], expected["nested"]["sum"].values.sum(), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found["each"], expected["each"].values, rtol=0, atol=1e-12)
-    np.testing.assert_array_equal(found["rows"], np.arange(29))
-    np.testing.assert_array_equal(found["count"], expected["count"].values.sum(0))
+    assert_near(found["mean"], expected["mean"].values.mean(0))
+    assert_near(found["nested"]["sum"], expected["nested"]["sum"].values.sum())
+    assert_near(found["each"], expected["each"].values)
+    assert_near([found["rows"], found["count"]], [np.arange(29), expected["count"].values.sum(0)], atol=0)
     assert found["count"].dtype == np.int64 and isinstance(found["nested"]["sum"], float)
     assert one.model_state(state)["scale"] == 1.5
     np.testing.assert_array_equal(one.params(state)["w"], params["w"])
@@ -146,11 +190,10 @@ X = np.arange(21.0, dtype="f4").reshape(7, 3)
 @pytest.mark.parametrize(
     "batches",
     [
-        {"x": X}, X, (X, X), [X, X],
-        [{"x": X[:4]}, {"x": X[4:]}], [[X[:4], X[:4]], [X[4:], X[4:]]], ((X[:1], X[1:5], X[5:])[k] for k in range(3)),
-        [(X[:3],), (X[3:3],), (X[3:],)], map(jnp.asarray, [X[:6], X[6:]]),
+        X, (X, X), [X, X], [{"x": X[:4]}, {"x": X[4:]}], [[X[:4], X[:4]], [X[4:], X[4:]]],
+        (X[k:][:3] for k in (0, 3, 6)), [(X[:3],), (X[3:3],), (X[3:],)], map(jnp.asarray, [X[:6], X[6:]]),
     ],
-    ids=["dict", "array", "tuple", "list of arrays", "list of dicts", "list of lists", "generator", "empty", "jax"],
+    ids=["array", "tuple", "list of arrays", "list of dicts", "list of lists", "generator", "empty", "jax"],
 )  # fmt: skip
 def test_batches_come_in_many_kinds(batches):
     one = trainer(lambda params, batch: jnp.sum(params["w"]))
@@ -168,29 +211,30 @@ def test_sums_over_batches_are_wider_than_those_of_one():
     assert found["sum"] == 3 * 2**24 + 1
 
 
+def marks(kind):
+    return lambda params, x: {"a": kind(x)}
+
+
 @pytest.mark.parametrize(
     ("batches", "eval_fn", "message"),
     [
-        ([], mean_x, r"batches hold no examples: there must be at least one"),
-        ("x", mean_x, r"batch leaf '' \(='x'\) must be an array"),
-        ([X, 3], mean_x, r"batch leaf '1' \(=3\) must be an array"),
-        ((X, X[:3]), mean_x, r"batch leaves must agree in length, they have {'0': 7, '1': 3}"),
-        (X, 3, r"eval_fn \(=3\) must be a function"),
-        (X, lambda params, x: x, r"eval_fn \(=<lambda>\) must return a dict of jaxddp.Mean, Sum or PerExample"),
-        (X, lambda params, x: {"a": x.mean()}, r"eval_fn \(=<lambda>\): 'a' \(=array of \[\]\) must be marked"),
-        (X, lambda params, x: {"a": jaxddp.Sum(x.sum())}, r"eval_fn \(=<lambda>\): 'a' \(=Sum of array of \[\]\) must "
-         "have the 4 examples at hand as dimension 0 of an array"),
-        (iter([X, X[:, :1]]), lambda params, x: {"a": jaxddp.Sum(x)}, r"values of examples \(=\[1\]\) must have one "
-         r"shape, \[3\] before"),
-        ([{"a": X}, {"b": X}], lambda params, x: {name: jaxddp.Sum(one) for name, one in x.items()}, r"eval_fn must "
-         r"return the same names for every batch: \['b'\], and \['a'\] before"),
-        (X, type("Own", (), {"__hash__": None, "__call__": mean_x})(), r"eval_fn \(=Own\) must be hashable"),
+        ([X[:4], X[:4]], None, "batches (=list) must be one batch without eval_fn"),
+        ([], mean_x, "batches hold no examples"),
+        ("x", mean_x, "batch leaf '' (='x') must be an array"),
+        ([X, 3], mean_x, "batch leaf '1' (=3) must be an array"),
+        ((X, X[:3]), mean_x, "batch leaves must agree in length, they have {'0': 7, '1': 3}"),
+        (X, 3, "eval_fn (=3) must be a function"),
+        (X, lambda params, x: x, "eval_fn (=<lambda>) must return a dict"),
+        (X, marks(jnp.mean), "'a' (=array of []) must be marked"),
+        (X, marks(lambda x: jaxddp.Sum(x.sum())), "'a' (=Sum of array of []) must have the 4 examples"),
+        (iter([X, X[:, :1]]), marks(jaxddp.Sum), "values of examples (=[1]) must have one shape, [3] before"),
+        ([{"a": X}, {"b": X}], lambda params, x: jax.tree.map(jaxddp.Sum, x), "['b'], and ['a'] before"),
+        (X, type("Own", (), {"__hash__": None, "__call__": mean_x})(), "eval_fn (=Own) must be hashable"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(batches, eval_fn, message):
-    one = trainer(lambda params, batch: jnp.sum(params["w"]))
-    with pytest.raises(ValueError, match=f"^[^\n]*{message}"):
-        one.evaluate(one.init(PARAMS), batches, eval_fn)
+    one = trainer(lambda params, batch: jnp.mean(batch @ params["w"]))
+    assert message in refusal(one.evaluate, one.init(PARAMS), batches, eval_fn)
 
 
 WORKER = """
@@ -221,10 +265,6 @@ print(json.dumps([float(found["mean"]), found["each"].tolist(), whole, refused])
 
 
 def test_processes_give_rows_of_their_own_and_get_the_same():
-    expected = [
-        7.5,
-        list(range(16)),
-        [*range(20), *range(12)],
-        "process 1 has no batch: each must have one, which may hold no examples",
-    ]
+    refused = "process 1 has no batch: each must have one, which may hold no examples"
+    expected = [7.5, list(range(16)), [*range(20), *range(12)], refused]
     assert [json.loads(line) for line in run_workers(WORKER, 2)] == [expected] * 2

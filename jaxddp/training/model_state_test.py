@@ -11,8 +11,10 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
+from jaxddp.comparison_test import assert_near, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 
+pytestmark = pytest.mark.usefixtures("x64")
 NUM_RANKS, WIDTH, EXAMPLES = 4, 6, 72
 STRATEGIES = {
     "bucketed": jaxddp.bucketed(1e-4),
@@ -56,23 +58,14 @@ def variables():
     return found["params"], found["batch_stats"]
 
 
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
-
-
 def trainer_of(loss_fn, strategy, num_ranks=NUM_RANKS, **options):
     tx = optax.adamw(1e-2)
     return jaxddp.Trainer(loss_fn, tx, strategy, jaxddp.data_mesh(num_ranks), has_state=True, **options)
 
 
-def train(trainer, some=None):
+def train(trainer):
     params, stats = variables()
-    state = trainer.init(params, model_state=stats)
-    for batch in batches() if some is None else some:
-        state, _ = trainer.step(state, batch)
-    return state
+    return trained(trainer, trainer.init(params, model_state=stats), batches())[0]
 
 
 @functools.cache
@@ -106,11 +99,6 @@ def on_one_device(loss_fn, num_parts, num_microbatches=1, how="mean"):
     return params, stats
 
 
-def assert_same(ours, theirs):
-    # Float64, sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, theirs)
-
-
 def assert_counted_apart(trainer, calls_collectives):
     """The collectives of the strategy, of the model's state, and those that the loss function calls."""
     params, stats = variables()
@@ -125,30 +113,25 @@ def assert_counted_apart(trainer, calls_collectives):
 
 
 def assert_trained_as(trainer, state, params, stats):
-    assert_same(trainer.params(state), params)
-    assert_same(trainer.model_state(state), stats)
+    assert_near(trainer.params(state), params)
+    assert_near(trainer.model_state(state), stats)
     for leaf in jax.tree.leaves(state.model_state):
         assert len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) == 1  # ranks hold the same
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_rank_normalises_its_examples_and_ranks_average_their_statistics(name):
-    loss_fn = RANKS_OWN
-    trainer = trainer_of(loss_fn, STRATEGIES[name])
-    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS))
+    trainer = trainer_of(RANKS_OWN, STRATEGIES[name])
+    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, NUM_RANKS))
     assert_counted_apart(trainer, calls_collectives=False)
 
 
-def test_micro_batches_take_the_state_of_the_one_before():
-    loss_fn = RANKS_OWN
-    trainer = trainer_of(loss_fn, STRATEGIES["zero2"], num_microbatches=3)
-    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS, 3))
-
-
-def test_first_takes_rank_0s():
-    loss_fn = RANKS_OWN
-    trainer = trainer_of(loss_fn, jaxddp.bucketed(), state_sync="first")
-    assert_trained_as(trainer, train(trainer), *on_one_device(loss_fn, NUM_RANKS, how="first"))
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"num_microbatches": 3}, (3,)), ({"state_sync": "first"}, (1, "first"))]
+)
+def test_micro_batches_take_the_state_of_the_one_before_and_first_is_rank_0s(options, expected):
+    trainer = trainer_of(RANKS_OWN, STRATEGIES["zero2"], **options)
+    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, NUM_RANKS, *expected))
 
 
 def test_statistics_over_the_axis_are_those_of_the_whole_batch():
@@ -238,7 +221,7 @@ def test_ranks_draw_from_keys_of_their_own_and_the_first_as_one_process():
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
 
 
-def test_evaluation_takes_it_and_leaves_it():
+def test_evaluation_takes_it_and_leaves_it_and_must_know_that_it_is_none():
     def loss_fn(params, state, batch, key=None):
         offset = state["offset"] if key is None else jnp.nan
         return jnp.mean(batch["x"]) * params["w"] + offset, {"offset": state["offset"] + 1}
@@ -247,46 +230,30 @@ def test_evaluation_takes_it_and_leaves_it():
     state = trainer.init({"w": jnp.zeros(())}, model_state={"offset": jnp.ones(())})
     assert trainer.evaluate(state, batches()[0]) == 1
     assert trainer.model_state(state)["offset"] == 1
-
-
-def test_evaluation_must_know_that_it_is_none():
     trainer = trainer_of(RANKS_OWN, jaxddp.bucketed())  # normalises by the examples at hand
     params, stats = variables()
-    with pytest.raises(ValueError, match=r"^evaluate tells loss_fn \(=loss_fn\) by key=None that it does not train: "):
-        trainer.evaluate(trainer.init(params, model_state=stats), batches()[0])
+    found = refusal(trainer.evaluate, trainer.init(params, model_state=stats), batches()[0])
+    assert found.startswith("evaluate tells loss_fn (=loss_fn) by key=None")
 
 
-@pytest.mark.parametrize(
-    ("new_state", "message"),
-    [
-        (lambda state: {"b": state["a"]}, r"new_state \(=.*'b'.*\) must have the structure of model_state \(=.*'a'"),
-        (
-            lambda state: {"a": state["a"][:1]},
-            r"new_state leaf 'a' \(=float64\[1\]\) must have shape and dtype of that",
-        ),
-        (lambda state: {"a": state["a"].astype(jnp.float32)}, r"new_state leaf 'a' \(=float32\[2\]\)"),
-    ],
-)
-def test_a_state_of_another_form_is_refused(new_state, message):
-    trainer = trainer_of(lambda params, state, batch: (jnp.sum(params["w"]), new_state(state)), jaxddp.bucketed())
-    state = trainer.init({"w": jnp.ones(2)}, model_state={"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match=message):
-        trainer.step(state, {"x": np.ones(4)})
+def test_a_state_of_another_form_is_refused():
+    for new_state, message in (
+        (lambda state: {"b": state["a"]}, "must have the structure of model_state"),
+        (lambda state: {"a": state["a"][:1]}, "new_state leaf 'a' (=float64[1])"),
+        (lambda state: {"a": state["a"].astype(jnp.float32)}, "new_state leaf 'a' (=float32[2])"),
+    ):
+        trainer = trainer_of(lambda params, state, batch: (params["w"].sum(), new_state(state)), jaxddp.bucketed())  # noqa: B023
+        state = trainer.init({"w": jnp.ones(2)}, model_state={"a": jnp.ones(2)})
+        assert message in refusal(trainer.step, state, {"x": np.ones(4)})
 
 
 def test_bad_input():
     make = functools.partial(jaxddp.Trainer, lambda *args: 0.0, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(2))
-    params = {"w": jnp.ones(2)}
-    with pytest.raises(ValueError, match=r"^state_sync \(='sum'\) must be one of mean, first$"):
-        make(has_state=True, state_sync="sum")
-    with pytest.raises(ValueError, match=r"^model_state \(=None\) must be given: has_state is set$"):
-        make(has_state=True).init(params)
-    with pytest.raises(ValueError, match=r"^model_state \(=dict\) needs Trainer\(has_state=True\)$"):
-        make().abstract_state(params, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"^model_state leaf 'a' \(=1.0\) must be an array$"):
-        make(has_state=True).init(params, model_state={"a": 1.0})
+    params, model_state = {"w": jnp.ones(2)}, {"a": jnp.ones(2)}
+    assert "state_sync (='sum') must be one of mean, first" in refusal(make, has_state=True, state_sync="sum")
+    assert "model_state (=None) must be given" in refusal(make(has_state=True).init, params)
+    assert "model_state (=dict) needs Trainer(has_state=True)" in refusal(make().abstract_state, params, model_state)
+    assert "model_state leaf 'a' (=1.0)" in refusal(make(has_state=True).init, params, model_state={"a": 1.0})
     trainer = make(has_state=True, has_aux=True)
-    state = trainer.init(params, model_state={"a": jnp.ones(2)})
-    wanted = r"must return \(loss, \(new_state, aux\)\) when has_state and has_aux are set"
-    with pytest.raises(ValueError, match=wanted):
-        trainer.step(state, {"x": np.ones(4)})
+    found = refusal(trainer.step, trainer.init(params, model_state=model_state), {"x": np.ones(4)})
+    assert "must return (loss, (new_state, aux))" in found

@@ -56,11 +56,7 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(name):
         state, metrics = trainer.step(state, batch_of(1, bad))
         assert int(metrics["skipped"]) == 1
         assert bits(state.params, state.opt_state) == before
-    for leaf in jax.tree.leaves(state.params):  # whatever ranks hold in common
-        held = {str(shard.index): set() for shard in leaf.addressable_shards}
-        for shard in leaf.addressable_shards:
-            held[str(shard.index)].add(np.asarray(shard.data).tobytes())
-        assert all(len(values) == 1 for values in held.values())
+    jaxddp.check_replicas(trainer, state)
     state, metrics = trainer.step(state, batch_of(2))
     assert int(metrics["skipped"]) == 0
     assert bits(state.params) != before[: len(bits(state.params))]
@@ -79,7 +75,7 @@ def test_no_policy_costs_a_collective():
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=lambda s: s.name)
-def test_an_error_names_the_leaves(strategy):
+def test_an_error_names_the_leaves_and_holds_the_state_after_the_step(strategy):
     trainer = make(strategy, nonfinite="raise")
     state, _ = trainer.step(trainer.init(make_params()), batch_of(0))
     with pytest.raises(FloatingPointError) as raised:
@@ -88,6 +84,8 @@ def test_an_error_names_the_leaves(strategy):
         "loss (=nan) and gradient norm (=nan) of step 2 must be finite; no longer are in the state: params.down, "
         "params.up, opt_state.0.mu.down and 3 more"
     )
+    after = raised.value.state
+    assert int(after.step) == 2 and np.isnan(trainer.params(after)["down"]).all()
 
 
 def with_state(nonfinite):
@@ -114,20 +112,5 @@ def test_a_model_state_that_no_longer_is_finite_counts_too():
     assert int(metrics["skipped"]) == 1 and np.isfinite(metrics["loss"])
     assert bits(state.params, state.opt_state, state.model_state) == before
     trainer, state = with_state("raise")
-    with pytest.raises(
-        jaxddp.NonFiniteError, match=r", and model_state, of step 1 must be finite; .*model_state.scale"
-    ):
+    with pytest.raises(jaxddp.NonFiniteError, match=r", and model_state, of step 1 .*model_state\.scale"):
         trainer.step(state, bad)
-
-
-def test_an_error_holds_the_state_after_the_step():
-    trainer, state = with_state("raise")
-    state, _ = trainer.step(state, np.ones((4, 3), np.float32))
-    with pytest.raises(FloatingPointError) as raised:
-        trainer.step(state, np.full((4, 3), np.nan, np.float32))
-    assert int(raised.value.state.step) == 2 and np.isnan(trainer.params(raised.value.state)["w"]).all()
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"^nonfinite \(='stop'\) must be one of ignore, raise, skip$"):
-        make(jaxddp.naive(), nonfinite="stop")

@@ -16,10 +16,6 @@ def noise(rank, i):
     return jax.random.normal(jax.random.fold_in(jax.random.key(0), 4 * i + rank), (3,))
 
 
-def in_a_map(rank):
-    return lax.map(lambda i: noise(rank(), i), jnp.arange(2)).sum(0)
-
-
 def in_a_scan(rank):
     return lax.scan(lambda total, i: (total + noise(rank(), i), None), jnp.zeros(3), jnp.arange(2))[0]
 
@@ -49,60 +45,51 @@ def rank():
     return lax.axis_index("data")
 
 
-FORMS = {
-    "map": in_a_map,
-    "scan": in_a_scan,
-    "while": in_a_while_loop,
-    "cond": in_a_branch,
-    "collective": from_a_collective,
-    "neighbour": from_a_neighbour,
-}
-STRATEGIES = {"bucketed": {}, "zero1": {}, "zero3": {"min_shard_elements": 0}}
+FORMS = (in_a_scan, in_a_while_loop, in_a_branch, from_a_collective, from_a_neighbour)
+STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero1": jaxddp.zero1(), "zero3": jaxddp.zero3(min_shard_elements=0)}
+
+
+def trained(loss_fn, strategy):
+    """The trainer, whether it plans to send the gradient of w, and the state after a step."""
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), STRATEGIES[strategy], jaxddp.data_mesh(NUM_RANKS))
+    state, batch = trainer.init({"w": jnp.zeros(3), "v": jnp.ones(3)}), {"x": jnp.ones((4, 3))}
+    is_sent = "w" in trainer.plan(state, batch).names
+    return trainer, is_sent, trainer.step(state, batch)[0]
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_the_gradient_is_summed_over_ranks(form, strategy):
     def loss_fn(params, batch):
-        return jnp.sum(FORMS[form](rank) * params["w"]) + jnp.mean((batch["x"] * params["v"]) ** 2)
+        return jnp.sum(form(rank) * params["w"]) + jnp.mean((batch["x"] * params["v"]) ** 2)
 
-    made = jaxddp.make_strategy(strategy, **STRATEGIES[strategy])
-    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), made, jaxddp.data_mesh(NUM_RANKS))
-    state = trainer.init({"w": jnp.zeros(3), "v": jnp.ones(3)})
-    state, _ = trainer.step(state, {"x": jnp.ones((4, 3))})
+    trainer, _, state = trained(loss_fn, strategy)
     each = np.stack([noise(rank, 0) + noise(rank, 1) for rank in range(NUM_RANKS)])
     np.testing.assert_allclose(trainer.params(state)["w"], -each.mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_device_draws_random_numbers_of_its_own(strategy):
-    def loss_fn(params, batch):
-        return jnp.sum(lax.rng_uniform(0.0, 1.0, (3,)) * params["w"]) + jnp.mean((batch["x"] * params["v"]) ** 2)
-
-    made = jaxddp.make_strategy(strategy, **STRATEGIES[strategy])
-    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), made, jaxddp.data_mesh(NUM_RANKS))
-    state = trainer.init({"w": jnp.zeros(3), "v": jnp.ones(3)})
-    batch = {"x": jnp.ones((4, 3))}
-    assert "w" in trainer.plan(state, batch).names or strategy == "zero3"
-    state, _ = trainer.step(state, batch)
-    if strategy != "zero3":
-        assert len({shard.data.tobytes() for shard in state.params["w"].addressable_shards}) == 1
+def uniform():
+    return lax.rng_uniform(0.0, 1.0, (3,))
 
 
-@pytest.mark.parametrize("kind", ["pure_callback", "io_callback"])
-def test_a_callback_may_give_each_rank_another_number(kind):
+def called_back(callback):
     calls = iter(range(100))
+    return lambda: callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
 
+
+@pytest.mark.parametrize(
+    ("draw", "strategy"),
+    [
+        *((uniform, name) for name in STRATEGIES),
+        (called_back(jax.pure_callback), "bucketed"),
+        (called_back(jax.experimental.io_callback), "bucketed"),
+    ],
+)
+def test_random_numbers_and_callbacks_may_give_each_rank_another_number(draw, strategy):
     def loss_fn(params, batch):
-        callback = jax.pure_callback if kind == "pure_callback" else jax.experimental.io_callback
-        number = callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
-        return number * params["w"] + jnp.mean(batch["x"] * params["v"])
+        return jnp.sum(draw() * params["w"]) + jnp.mean(batch["x"] * params["v"])
 
-    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), jaxddp.bucketed(), jaxddp.data_mesh(NUM_RANKS))
-    state = trainer.init({"w": jnp.float32(0), "v": jnp.float32(1)})
-    batch = {"x": jnp.ones((4,))}
-    assert "w" in trainer.plan(state, batch).names
-    state, _ = trainer.step(state, batch)
-    replicas = {float(shard.data) for shard in state.params["w"].addressable_shards}
-    assert len(replicas) == 1
+    _, is_sent, state = trained(loss_fn, strategy)
+    if strategy != "zero3":
+        assert is_sent and len({shard.data.tobytes() for shard in state.params["w"].addressable_shards}) == 1

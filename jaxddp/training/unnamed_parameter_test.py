@@ -8,55 +8,45 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint import Checkpoints
+from jaxddp.comparison_test import assert_near, on_one_device, trained
 
-STRATEGIES = {"zero1": {}, "zero2": {}, "zero3": {"min_shard_elements": 0}}
-
-
-def loss_of(array):
-    return lambda params, batch: jnp.mean((batch["x"] @ array(params) - batch["y"]) ** 2)
-
-
-MODELS = {
-    "array": (lambda w: w, loss_of(lambda params: params)),
-    "empty key": (lambda w: {"": w}, loss_of(lambda params: params[""])),
+pytestmark = pytest.mark.usefixtures("x64")
+STRATEGIES = {
+    "zero1": jaxddp.zero1(),
+    "zero1 by leaves": jaxddp.zero1(shard="leaves"),
+    "zero2": jaxddp.zero2(),
+    "zero3": jaxddp.zero3(min_shard_elements=0),
 }
+ADAM = optax.adam(0.1)
 
 
-def batches(num):
-    rng = np.random.default_rng(0)
-    return [{"x": rng.normal(size=(12, 4)), "y": rng.normal(size=(12, 2))} for _ in range(num)]
+def loss_fn(params, batch):
+    (w,) = jax.tree.leaves(params)
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize(("model", "compute_dtype"), [("array", None), ("empty key", None), ("array", "float64")])
-def test_a_checkpoint_holds_the_moments_of_all_ranks(name, model, compute_dtype, tmp_path):
-    make, loss_fn = MODELS[model]
-    with jax.enable_x64(True):
-        params = make(jnp.asarray(np.random.default_rng(1).normal(size=(4, 2))))
-
-        def trainer(name, num_ranks, **options):
-            strategy = jaxddp.make_strategy(name, **options)
-            mesh = jaxddp.data_mesh(num_ranks)
-            return jaxddp.Trainer(loss_fn, optax.adam(0.1), strategy, mesh, compute_dtype=compute_dtype)
-
-        alone = trainer("naive", 1)
-        expected = alone.init(params)
-        for batch in batches(6):
-            expected, _ = alone.step(expected, batch)
-
-        saves, goes_on = trainer(name, 4, **STRATEGIES[name]), trainer("naive", 2)
-        state = saves.init(params)
-        for batch in batches(6)[:3]:
-            state, _ = saves.step(state, batch)
-        with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(saves, state)
-            alone_restored = checkpoints.restore_params(params)
-            state, _ = checkpoints.restore(goes_on, params)
-        assert jax.tree.all(jax.tree.map(np.array_equal, alone_restored, goes_on.params(state)))
-        for batch in batches(6)[3:]:
-            state, _ = goes_on.step(state, batch)
-        for found, right in zip(
-            jax.tree.leaves(goes_on.params(state)), jax.tree.leaves(alone.params(expected)), strict=True
-        ):
-            np.testing.assert_allclose(found, right, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(("is_array", "compute_dtype"), [(True, None), (False, None), (True, "float64")])
+def test_a_checkpoint_holds_the_moments_and_averages_of_all_ranks(strategy, is_array, compute_dtype, tmp_path):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(4, 2))
+    params = w if is_array else {"": w}
+    batches = [{"x": rng.normal(size=(12, 4)), "y": rng.normal(size=(12, 2))} for _ in range(6)]
+    saves, goes_on = (
+        jaxddp.Trainer(loss_fn, optax.chain(ADAM, jaxddp.params_ema(0.5)), *on_ranks, compute_dtype=compute_dtype)
+        for on_ranks in ((strategy, jaxddp.data_mesh(4)), (jaxddp.naive(), jaxddp.data_mesh(2)))
+    )
+    state, _ = trained(saves, saves.init(params), batches[:3])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(saves, state)
+        alone = checkpoints.restore_params(params)
+        restored, _ = checkpoints.restore(goes_on, params)
+    assert_near(alone, goes_on.params(restored), atol=0)
+    averages = params
+    for count in range(1, 7):
+        after = on_one_device(loss_fn, params, batches[:count], ADAM)
+        averages = jax.tree.map(lambda average, new: (average + new) / 2, averages, after)
+    state, _ = trained(goes_on, restored, batches[3:])
+    assert_near(goes_on.params(state), after)
+    assert_near(goes_on.params(goes_on.averaged(state)), averages)

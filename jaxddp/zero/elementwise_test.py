@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ from optax import contrib
 
 import jaxddp
 from jaxddp.communication.sharding import cut
+from jaxddp.comparison_test import refusal
 from jaxddp.layout import cut_leaves, whole
 from jaxddp.tree import named_leaves, path_name
 from jaxddp.zero.elementwise import check_elementwise, describe_update, shard_leaves
@@ -77,30 +79,20 @@ clipped_tanh.defvjp(lambda x: (clipped_tanh(x), x), lambda x, grad: (grad,))
 
 MULTI_STEPS = optax.MultiSteps(optax.sign_sgd(SCHEDULE), 2)  # compiled below, for its branches are each time otherwise
 ELEMENTWISE = {
-    "sgd": optax.sgd(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
     "nesterov": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
-    "adam": optax.adam(0.1),
     "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=no_biases),
-    "adamw, mask as a tree": optax.adamw(0.1, weight_decay=0.1, mask=no_biases(PARAMS)),
     "adamw, mask by ndim": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     "adamw, nesterov": optax.adamw(0.1, nesterov=True, mu_dtype=jnp.bfloat16),
     "adagrad": optax.adagrad(0.1),
     "adadelta": optax.adadelta(0.1),
-    "rmsprop": optax.rmsprop(0.1),
     "rmsprop, centered": optax.rmsprop(0.1, centered=True, momentum=0.9, bias_correction=True),
-    "lion": optax.lion(0.1),
     "adabelief": optax.adabelief(0.1),
     "radam": optax.radam(0.1),
-    "nadam": optax.nadam(0.1),
     "nadamw": optax.nadamw(0.1),
-    "amsgrad": optax.amsgrad(0.1),
     "adamax": optax.adamax(0.1),
     "adan": optax.adan(0.1, weight_decay=0.1),
     "yogi": optax.yogi(0.1),
     "rprop": optax.rprop(0.1),
-    "sign_sgd": optax.sign_sgd(0.1),
-    "optimistic_adam": optax.optimistic_adam_v2(0.1),
     "multi_transform": optax.multi_transform(
         {True: optax.adam(0.1), False: optax.chain(optax.trace(0.9), optax.scale(-0.1))}, no_biases
     ),
@@ -190,35 +182,21 @@ OTHER_SHAPE = r"its update of 'layers.0.bias' depends on a parameter of another 
 PLACE = r"its update of 'layers.0.bias' depends on the place of elements \(iota\)"
 MIXING = {
     "lamb": (optax.lamb(0.1), A_SUM),
-    "lars": (optax.lars(0.1), A_SUM),
-    "novograd": (optax.novograd(0.1), A_SUM),
     "adafactor": (optax.adafactor(0.1), A_SUM),
-    "adafactor, factored": (
-        optax.adafactor(0.1, min_dim_size_to_factor=2),
-        r"the shape \(3,\) of its state '0.v_row.lay",
-    ),
+    "adafactor, factored": (optax.adafactor(0.1, min_dim_size_to_factor=2), r"the shape \(3,\) of its state '0.v_row"),
     "muon": (contrib.muon(0.1), r"update of 'layers.0.kernel' depends on elements at other places \(reshape\)"),
     "centralize": (optax.centralize(), "update of 'layers.0.kernel' " + A_SUM),
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), A_SUM),
-    "clip_by_block_rms": (optax.clip_by_block_rms(1.0), A_SUM),
     "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), A_SUM),
-    "normalize_by_update_norm": (optax.normalize_by_update_norm(), A_SUM),
     "polyak_sgd": (optax.polyak_sgd(), A_SUM),
-    "lbfgs": (
-        optax.scale_by_lbfgs(),
-        r"the shape \(10, 2\) of its state 'diff_params_memory.layers.0.bias' depends on the",
-    ),
+    "lbfgs": (optax.scale_by_lbfgs(), r"the shape \(10, 2\) of its state 'diff_params_memory.layers.0.bias'"),
     "dog": (contrib.dog(), "its first state '1.max_dist' " + A_SUM),
     "prodigy": (contrib.prodigy(), "a product summed over elements"),
     "mechanize": (contrib.mechanize(optax.sgd(0.1)), A_SUM),
     "noisy_sgd": (optax.noisy_sgd(0.1, key=0), NOISE),
     "noise": (of_each_gradient(lambda grad: grad + jax.random.normal(jax.random.key(0), grad.shape)), NOISE),
     "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"all elements together \(reduce_and\)"),
-    "skip_not_finite": (optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite), A_SUM),
-    "zero_nans": (
-        optax.zero_nans(),
-        r"its state 'found_nan.layers.0.bias' depends on all elements together \(reduce_or\)",
-    ),
+    "zero_nans": (optax.zero_nans(), r"'found_nan.layers.0.bias' depends on all elements together \(reduce_or\)"),
     "flatten": (optax.flatten(optax.adam(0.1)), r"the shape \(29,\) of its state '0.mu' depends on the sizes"),
     "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), OTHER_SHAPE),
     "0-d decides": (
@@ -250,7 +228,7 @@ MIXING = {
     "ramp as mask": (of_each_gradient(lambda grad: grad * (jnp.arange(grad.size).reshape(grad.shape) > 1)), PLACE),
     "mask of constants": (
         of_each_gradient(lambda grad: grad * np.arange(grad.size).reshape(grad.shape)),
-        "'layers.0.bias' depends on an array of constants",
+        "an array of constants",
     ),
     "array as state": (
         optax.GradientTransformation(
@@ -271,7 +249,7 @@ LOOKING_AT_SHAPES = {
     "mask by size": (optax.adamw(0.1, mask=by_size), "its update of 'layers.0.kernel' is another computation there"),
     "labels by size": (
         optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, by_size),
-        "optimizer's state and updates must keep one structure",
+        "must keep one structure",
     ),
     "size as a number": (of_each_gradient(lambda grad: grad / grad.size), "'layers.0.bias' is another computation"),
     "size as an exponent": (
@@ -279,14 +257,11 @@ LOOKING_AT_SHAPES = {
         "'layers.0.kernel' is another",
     ),
     "size as a sum": (of_each_gradient(lambda grad: grad * jnp.sum(jnp.ones_like(grad))), "'layers.0.bias' is another"),
-    "size as a ramp": (
-        of_each_gradient(lambda grad: grad * jnp.sum(jnp.arange(grad.size))),
-        "'layers.0.bias' is another",
-    ),
+    "size as a ramp": (of_each_gradient(lambda grad: grad * jnp.arange(grad.size).sum()), "'layers.0.bias' is another"),
     "dims of 0-d": (of_each_gradient(lambda grad: grad if grad.ndim else 2 * grad), "'scale' is another computation"),
     "update of one shape": (
         of_each_gradient(lambda grad: jnp.ones((3, 4)) if grad.ndim == 2 else grad),
-        "'layers.0.kernel' is another computation",
+        "'layers.0.kernel' is another",
     ),
     "shape as constants": (
         of_each_gradient(lambda grad: grad * np.ones((3, 4), np.float32) if grad.ndim == 2 else grad),
@@ -296,19 +271,17 @@ LOOKING_AT_SHAPES = {
 
 
 REFUSED = {
-    name: (optimizer, f"^optimizer must be element-wise .*{reason}") for name, (optimizer, reason) in MIXING.items()
+    name: (optimizer, f"optimizer must be element-wise .*{reason}") for name, (optimizer, reason) in MIXING.items()
 }
 REFUSED |= {
-    name: (optimizer, f"^optimizer looks at the shapes of parameters, .*{reason}")
+    name: (optimizer, f"optimizer looks at the shapes of parameters, .*{reason}")
     for name, (optimizer, reason) in LOOKING_AT_SHAPES.items()
 }
 
 
 @pytest.mark.parametrize(("optimizer", "reason"), REFUSED.values(), ids=REFUSED)
 def test_optimizers_that_would_do_another_thing_on_shards_are_refused_in_one_line(optimizer, reason):
-    with pytest.raises(ValueError, match=reason) as refusal:
-        check(optimizer)
-    assert "\n" not in str(refusal.value)
+    assert re.match(reason, refusal(check, optimizer))
 
 
 def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
@@ -316,8 +289,8 @@ def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
     swap = of_gradients(lambda grads: {"a": grads["a"] + grads["b"], "b": grads["b"]})
     by_rows = {name: replace(leaf, cut=cut((4, 4), 2, [0])) for name, leaf in leaves.items()}
     check(swap, by_rows)
-    with pytest.raises(ValueError, match="optimizer looks at the shapes of parameters"):
-        check(swap, by_rows | {"a": replace(leaves["a"], cut=cut((4, 4), 2, [1]))})
+    by_columns = replace(leaves["a"], cut=cut((4, 4), 2, [1]))
+    assert "optimizer looks at the shapes of parameters" in refusal(check, swap, by_rows | {"a": by_columns})
 
 
 def test_what_is_not_cut_may_be_summed_but_not_meet_shards_by_place():
@@ -329,8 +302,7 @@ def test_what_is_not_cut_may_be_summed_but_not_meet_shards_by_place():
         lambda grads: {"cut": grads["cut"], "all": grads["all"] * jnp.sum(grads["cut"])},
         lambda grads: {"cut": grads["cut"], "all": grads["cut"]},
     ):
-        with pytest.raises(ValueError, match="^optimizer must be element-wise"):
-            check(of_gradients(meet), leaves)
+        assert refusal(check, of_gradients(meet), leaves).startswith("optimizer must be element-wise")
 
 
 def test_state_leaves_are_cut_like_the_parameter_that_they_mirror():
@@ -366,8 +338,6 @@ def test_a_flax_state_and_an_empty_parameter():
     params = nnx.state(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)
     state = check(optax.adamw(0.1), cut_in_two(params))
     assert [leaf.shape for leaf in jax.tree.leaves(state) if leaf.cut is not None] == [(4,), (3, 4)] * 2
-    with pytest.raises(ValueError, match="its update of 'bias' depends on a sum over elements"):
-        check(optax.lamb(0.1), cut_in_two(params))
     check(optax.adagrad(0.1), cut_in_two({"empty": jnp.ones((0, 3)), "w": jnp.ones((2, 3))}))
 
 

@@ -13,8 +13,10 @@ from jax import lax
 
 import jaxddp
 from jaxddp.communication.backward_order import matmul_flops
+from jaxddp.comparison_test import assert_near
 
 WIDTH, NUM_LAYERS = 8, 3
+SHARDED = jaxddp.zero3(min_shard_elements=0)
 dense = jaxddp.layer(lambda params, x: jnp.tanh(x @ params["kernel"] + params["bias"]))
 
 
@@ -52,11 +54,6 @@ def scan_in_a_scan(params, batch):
 def rows_of_a_stack(params, batch):
     stack = params["stack"]
     rows = [{"kernel": stack["kernel"][i, :, :], "bias": stack["bias"][i]} for i in range(NUM_LAYERS)]
-    return mean_square(chain(rows, batch["x"]), batch)
-
-
-def rows_by_a_tree_function(params, batch):
-    rows = [jax.tree.map(lambda leaf: leaf[i], params["stack"]) for i in range(NUM_LAYERS)]  # noqa: B023
     return mean_square(chain(rows, batch["x"]), batch)
 
 
@@ -141,6 +138,41 @@ def nnx_modules_in_units(params, batch):
     return mean_square(chain(params["layers"], batch["x"], unit), batch)
 
 
+def one_gradient_is_constant(params, batch):
+    layer = params["layers"][0]
+    return jnp.sum(layer["bias"] * np.arange(WIDTH)) + mean_square(batch["x"] @ layer["kernel"], batch)
+
+
+def all_gradients_are_constant(params, batch):
+    return jnp.sum(params["layers"][0]["bias"] * np.arange(WIDTH))
+
+
+def one_unit_twice_in_a_row(params, batch):
+    return mean_square(chain(params["layers"][:1] * 2, batch["x"]), batch)
+
+
+def one_unit_thrice_and_another(params, batch):
+    return mean_square(chain(params["layers"][:1] * 3 + params["layers"][1:2], batch["x"]), batch)
+
+
+linear = jaxddp.layer(lambda one, x: x @ one["kernel"])
+
+
+def a_unit_that_is_unused(params, batch):
+    unused = jaxddp.layer(lambda one, x: x * 2.0)
+    return mean_square(unused(params["layers"][1], linear(params["layers"][0], batch["x"])), batch)
+
+
+def a_unit_with_a_part_unused(params, batch):
+    unit = jaxddp.layer(lambda one, x: jnp.tanh(x @ one["used"]["kernel"]))
+    return mean_square(unit({"used": params["layers"][0], "unused": params["layers"][1]}, batch["x"]), batch)
+
+
+def a_unit_without_gradients(params, batch):
+    signs = jaxddp.layer(lambda one, x: jnp.where(one["kernel"][0] > 0.1, x, -x))
+    return mean_square(signs(params["layers"][1], linear(params["layers"][0], batch["x"])), batch)
+
+
 # A unit is gathered in the forward and in the backward; a loop's last one keeps its parameters.
 UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
@@ -149,7 +181,6 @@ GATHERS = {
     scan_of_checkpoints: EVERY_ONE_TWICE,
     scan_in_a_scan: 2 * EVERY_ONE_TWICE,
     rows_of_a_stack: UNROLLED,
-    rows_by_a_tree_function: UNROLLED,
     each_in_a_jit: UNROLLED,
     a_checkpoint_in_each: UNROLLED,
     each_in_a_checkpoint: EVERY_ONE_TWICE,
@@ -158,7 +189,18 @@ GATHERS = {
     vmapped_over_examples: UNROLLED,
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
     sizes_of_leaves: UNROLLED,
-    gradient_inside: None,
+    **dict.fromkeys(
+        (
+            gradient_inside,
+            one_gradient_is_constant,
+            all_gradients_are_constant,
+            one_unit_twice_in_a_row,
+            one_unit_thrice_and_another,
+            a_unit_that_is_unused,
+            a_unit_with_a_part_unused,
+            a_unit_without_gradients,
+        )
+    ),
     gradient_inside_of_a_unit: UNROLLED,
     used_outside_and_closed_over: 1 + 1,
     keys: UNROLLED,
@@ -168,29 +210,30 @@ GATHERS = {
 }
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
 @pytest.mark.parametrize("loss_fn", GATHERS, ids=lambda loss_fn: loss_fn.__name__)
-def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used(loss_fn):
+def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used_as_planned(x64, loss_fn, num_microbatches):
     rng = np.random.default_rng(0)
     layers = [{"kernel": rng.normal(size=(WIDTH, WIDTH)), "bias": rng.normal(size=WIDTH)} for _ in range(NUM_LAYERS)]
     params = {"layers": layers}
-    if loss_fn in (scan, rows_of_a_stack, rows_by_a_tree_function, scan_of_checkpoints):
+    if loss_fn in (scan, rows_of_a_stack, scan_of_checkpoints):
         params = {"stack": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
     if loss_fn is scan_in_a_scan:
         params = {"stacks": jax.tree.map(lambda *leaves: np.stack([leaves, leaves]), *layers)}
-    batch = {name: rng.normal(size=(4, WIDTH)) for name in "xy"}
-    with jax.enable_x64(True):
-        args = (jax.random.key(0),) if loss_fn is keys else ()
-        expected = jax.jit(jax.grad(loss_fn))(jax.tree.map(jnp.asarray, params), batch, *args)
-        strategy = jaxddp.zero3(min_shard_elements=0)
-        trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, jaxddp.data_mesh(2))
-        state = trainer.init(params)
-        gathers = [kind for kind, _ in trainer.planned(state, batch)].count("all-gather")
-        after, _ = trainer.step(state, batch)
-        grads = jax.tree.map(lambda old, new: old - new, params, trainer.params(after))
-    assert GATHERS[loss_fn] in (None, gathers)
-    # Float64 roundings of parameters of size 1, from which gradients are told.
-    for grad, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(grad, want, rtol=0, atol=1e-12)
+    batch = {name: rng.normal(size=(12, WIDTH)) for name in "xy"}
+    args = (jax.random.key(0),) if loss_fn is keys else ()
+    expected = jax.jit(jax.grad(loss_fn))(jax.tree.map(jnp.asarray, params), batch, *args)
+    mesh = jaxddp.data_mesh(2)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), SHARDED, mesh, num_microbatches=num_microbatches)
+    state = trainer.init(params)
+    planned = sorted(trainer.planned(state, batch))
+    assert planned == sorted(jaxddp.gradient_collectives(trainer.compile(state, batch)))
+    gathers = [kind for kind, _ in planned].count("all-gather")
+    after, _ = trainer.step(state, batch)
+    grads = jax.tree.map(lambda old, new: old - new, params, trainer.params(after))
+    assert GATHERS[loss_fn] in (None, gathers / num_microbatches)
+    assert_near(grads, expected)  # of float64 parameters of size 1, from which gradients are told
 
 
 def test_a_unit_computes_again_what_a_checkpoint_in_it_does_not_save_and_else_no_product():
@@ -202,11 +245,10 @@ def test_a_unit_computes_again_what_a_checkpoint_in_it_does_not_save_and_else_no
         program = trainer.trace(trainer.init({"layers": layers}), batch).program
         return sum(map(matmul_flops, program.jaxpr.eqns))
 
-    sharded, whole = jaxddp.zero3(min_shard_elements=0), jaxddp.naive()
-    again, wanted = (flops(a_checkpoint_in_each, one) - flops(loop, one) for one in (sharded, whole))
+    again, wanted = (flops(a_checkpoint_in_each, one) - flops(loop, one) for one in (SHARDED, jaxddp.naive()))
     assert again == wanted > 0
     product = 2 * 2 * WIDTH**2  # of a rank's two examples
-    assert flops(loop, sharded) == 3 * NUM_LAYERS * product  # forward, and the gradients of both factors
+    assert flops(loop, SHARDED) == 3 * NUM_LAYERS * product  # forward, and the gradients of both factors
 
 
 def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
@@ -217,8 +259,7 @@ def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
         return jnp.mean((dense_unit(params["used"], batch) - 1) ** 2)
 
     params = {"used": jnp.ones((4, 4)), "unused": jnp.ones((4, 4))}
-    strategy = jaxddp.zero3(min_shard_elements=0)
-    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), SHARDED, jaxddp.data_mesh(2))
     state, metrics = trainer.step(trainer.init(params), jnp.ones((2, 4)))
     assert float(metrics["loss"]) == 9
     np.testing.assert_array_equal(trainer.params(state)["unused"], params["unused"])
@@ -232,12 +273,12 @@ def test_frozen_integers_are_gathered_with_their_unit():
 
     params = [{"kernel": jnp.eye(4) / 2, "order": jnp.array([3, 1, 2, 0])}] * NUM_LAYERS
     trained = []
-    for strategy in (jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)):
+    for strategy in (jaxddp.bucketed(), SHARDED):
         mesh = jaxddp.data_mesh(2)
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, mesh, trainable=lambda name: "kernel" in name)
         state, _ = trainer.step(trainer.init(params), jnp.arange(8.0).reshape(2, 4))
         trained.append(trainer.params(state))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *trained)  # sums in float32
+    assert_near(*trained, atol=1e-6)  # sums in float32
 
 
 def test_a_loss_without_units_is_warned_of_once_and_not_on_one_rank():
@@ -245,8 +286,7 @@ def test_a_loss_without_units_is_warned_of_once_and_not_on_one_rank():
         return jnp.mean((batch @ params["w"]) ** 2)
 
     for num_ranks, count in ((1, 0), (2, 1)):
-        strategy = jaxddp.zero3(min_shard_elements=0)
-        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(num_ranks))
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), SHARDED, jaxddp.data_mesh(num_ranks))
         state = trainer.init({"w": jnp.ones((4, 4))})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -269,7 +309,6 @@ def test_the_backward_of_what_nothing_differentiates_is_not_computed():
         return jnp.mean((batch["x"] @ params["head"] - 1) ** 2) + jnp.mean(x), norms.sum()
 
     params = {"layers": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 8))}
-    strategy, mesh = jaxddp.zero3(min_shard_elements=1), jaxddp.data_mesh(2)
-    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, mesh, has_aux=True)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), SHARDED, jaxddp.data_mesh(2), has_aux=True)
     _, metrics = trainer.step(trainer.init(params), {"x": jnp.ones((4, 8))})
     assert metrics["aux"] == 0 and jnp.isfinite(metrics["grad_norm"])

@@ -8,6 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp import clipping
+from jaxddp.comparison_test import refusal
 
 
 def clip_a_part(part):
@@ -26,6 +27,11 @@ def train(strategy, optimizer, params):
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(2))
     state, _ = trainer.step(trainer.init(params), {"x": jnp.ones((4, 3))})
     return trainer.params(state)
+
+
+def assert_trained_as_whole(strategy, optimizer, params):
+    found, expected = train(strategy, optimizer, params), train(jaxddp.naive(), optimizer, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
 STRATEGIES = [jaxddp.zero1(), jaxddp.zero3(min_shard_elements=0)]
@@ -48,8 +54,8 @@ def params_of():
     ids=["part", "reversed", "swapped", "transposed"],
 )
 def test_a_leaf_in_the_place_of_another_shape_is_refused(strategy, params, part):
-    with pytest.raises(ValueError, match="updates in shards must keep the names of parameters.*whole tree"):
-        train(strategy, clip_a_part(part), params())
+    found = refusal(train, strategy, clip_a_part(part), params())
+    assert "updates in shards must keep the names of parameters" in found
 
 
 @pytest.mark.sample
@@ -66,9 +72,7 @@ def test_a_leaf_in_the_place_of_another_shape_is_refused(strategy, params, part)
     ids=["whole", "None", "masked", "of one shape", "by key"],
 )
 def test_what_keeps_its_place_is_clipped_as_the_whole(strategy, params, part):
-    found = train(strategy, clip_a_part(part), params())
-    expected = train(jaxddp.naive(), clip_a_part(part), params())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert_trained_as_whole(strategy, clip_a_part(part), params())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["zero1", "zero3"])
@@ -77,5 +81,4 @@ def test_the_state_may_begin_with_a_norm(strategy):
         return jax.tree.map(lambda leaf: leaf / norm, updates), norm
 
     optimizer = optax.chain(optax.GradientTransformation(clipping.global_norm, update), optax.sgd(0.1))
-    found, expected = train(strategy, optimizer, params_of()), train(jaxddp.naive(), optimizer, params_of())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert_trained_as_whole(strategy, optimizer, params_of())

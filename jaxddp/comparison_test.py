@@ -1,0 +1,42 @@
+"""What tests compare with: trees within rounding, training on one device, a refusal in one line."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+
+def assert_near(found, expected, atol=1e-12):
+    """By default as near as sums of float64 in another order are."""
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=atol), found, expected)
+
+
+def on_one_device(loss_fn, params, batches, optimizer):
+    """Parameters after a step on each batch."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for batch in batches:
+        params, state = step(params, state, batch)
+    return params
+
+
+def trained(trainer, state, batches):
+    """The state after a step on each batch, and what the last one measured."""
+    for batch in batches:
+        state, metrics = trainer.step(state, batch)
+    return state, metrics
+
+
+def refusal(call, *args, **named):
+    """The one line in which a call is refused."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **named)
+    (line,) = str(caught.value).splitlines()
+    return line
