@@ -270,3 +270,18 @@ def soon(name, longest_s, hangs_s=30):
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     assert time.process_time() - start < longest_s, f"{name} takes long"
+
+
+# Processes
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()[:1] not in ([], [b"Z"])
+
+
+def wait_for(condition, timeout_s=50.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)

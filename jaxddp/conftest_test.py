@@ -106,8 +106,6 @@ def test_many(name, other, size):
 def test_of_a_sample_cases_with_every_value_run_by_default(tmp_path):
     (tmp_path / "many_test.py").write_text(SAMPLED)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = run(tmp_path, environment, "-n", "0", "-vv", "many_test.py")
-    cases = re.findall(r"test_many\[(\S+)\] PASSED", done.stdout)
-    assert cases == ["a-1-1", "a-1-2", "a-1-3", "b-2-1"], done.stdout
-    done = run(tmp_path, environment, "-n", "0", "-vv", "-m", "full", "many_test.py")
-    assert re.findall(r"test_many\[(\S+)\] PASSED", done.stdout) == ["b-2-2", "b-2-3"], done.stdout
+    for options, cases in (([], ["a-1-1", "a-1-2", "a-1-3", "b-2-1"]), (["-m", "full"], ["b-2-2", "b-2-3"])):
+        done = run(tmp_path, environment, "-n", "0", "-vv", *options, "many_test.py")
+        assert re.findall(r"test_many\[(\S+)\] PASSED", done.stdout) == cases, done.stdout

@@ -29,17 +29,16 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def rows(count=8, free_mib=80000):
-    return "\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 81559, {free_mib}" for index in range(count))
-
-
 def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
-    nvidia_smi(rows())
+    nvidia_smi("\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 81559, 80000" for index in range(8)))
     found = environment.gpus()
     assert [gpu.number for gpu in found] == list(range(8))
     assert found[3] == environment.Gpu(3, "GPU-33-aa", H100, 81559 * 2**20, 80000 * 2**20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-33,5")
     assert [gpu.number for gpu in environment.gpus()] == [1, 3, 5]
+    monkeypatch.setattr(environment, "variables", lambda: {})
+    monkeypatch.setattr(environment, "driver_version", lambda: "580.65")
+    assert environment.facts() == {"driver": "580.65", "gpus": [H100] * 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert environment.gpus() == []
 
@@ -107,10 +106,3 @@ def test_variables_are_what_changes_results():
     }  # fmt: skip
     others = {"HOME": "/", "CUDA_HOME": "/usr", "CUDA_VERSION": "12.8", "JAX_COMPILATION_CACHE_DIR": "/tmp", "PATH": ""}
     assert environment.variables(changing | others) == changing
-
-
-def test_facts_are_what_there_is(nvidia_smi, monkeypatch):
-    nvidia_smi(rows(2))
-    monkeypatch.setattr(environment, "variables", lambda: {})
-    monkeypatch.setattr(environment, "driver_version", lambda: "580.65")
-    assert environment.facts() == {"driver": "580.65", "gpus": [H100, H100]}

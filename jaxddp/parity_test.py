@@ -10,6 +10,7 @@ from jax import lax
 
 import jaxddp
 from jaxddp.flax import from_nnx
+from jaxddp.parity import ParityError, check
 
 torch = pytest.importorskip("torch")
 
@@ -35,39 +36,46 @@ class Net(torch.nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+TORCH_ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-4)
+
+
 def torch_loss(net, batch):
     return torch.nn.functional.mse_loss(net(batch["x"]), batch["y"])
 
 
 def test_every_strategy_and_torch_end_where_one_device_does():
-    results = jaxddp.parity.check(
-        loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2],
-        torch=(Net(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-4)),
-    )  # fmt: skip
-    assert [(one.strategy, one.num_ranks) for one in results] == [
-        *((name, 2) for name in jaxddp.STRATEGIES), ("PyTorch", 1),
-    ]  # fmt: skip
+    torch_one = (Net(), torch_loss, TORCH_ADAMW)
+    results = check(loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2], torch=torch_one)
+    named = [*((name, 2) for name in jaxddp.STRATEGIES), ("PyTorch", 1)]
+    assert [(one.strategy, one.num_ranks) for one in results] == named
     assert all(one.step is None and one.difference <= 1e-12 for one in results)
     assert any(one.difference > 0 for one in results)  # they are measured
 
 
-@pytest.mark.parametrize("kind", ["weighted", "aux"])
-def test_losses_of_every_kind(kind):
-    def of_kind(params, batch):
-        if kind == "aux":
-            return loss_fn(params, batch), {"mean": loss_fn(params, batch)}
-        error = jnp.sum((batch["x"] @ params["up"]["kernel"]) ** 2, axis=1)
-        used = batch["x"][:, 0] > 0  # another number on each rank
-        return jaxddp.Weighted(jnp.sum(error * used), jnp.sum(used))
+def with_aux(params, batch):
+    return loss_fn(params, batch), {"mean": loss_fn(params, batch)}
 
-    (result,) = jaxddp.parity.check(of_kind, optax.sgd(0.1), PARAMS, BATCHES, strategies="bucketed", num_ranks=[2])
+
+def weighted(params, batch):
+    error = jnp.sum((batch["x"] @ params["up"]["kernel"]) ** 2, axis=1)
+    used = batch["x"][:, 0] > 0  # another number on each rank
+    return jaxddp.Weighted(jnp.sum(error * used), jnp.sum(used))
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer"),
+    [(weighted, optax.sgd(0.1)), (with_aux, optax.sgd(0.1)), (loss_fn, optax.polyak_sgd(0.1))],
+    ids=["weighted", "aux", "the optimizer wants the loss"],
+)
+def test_losses_of_every_kind(loss, optimizer):
+    (result,) = check(loss, optimizer, PARAMS, BATCHES, strategies="bucketed", num_ranks=[2])
     assert result.difference <= 1e-12
 
 
 def test_what_parts_is_shown_with_its_first_step_and_parameter():
     lossy = jaxddp.bucketed(hook=jaxddp.hooks.bf16)
-    with pytest.raises(jaxddp.parity.ParityError) as caught:
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive", lossy], num_ranks=[2])
+    with pytest.raises(ParityError) as caught:
+        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive", lossy], num_ranks=[2])
     first, line = str(caught.value).splitlines()
     assert first == "1 of 2 trainings differ by more than 1e-12 from one device"
     assert line.startswith("<bucketed on 2: ") and line.endswith(" apart, first in step 1 at down.bias>")
@@ -75,19 +83,22 @@ def test_what_parts_is_shown_with_its_first_step_and_parameter():
     assert naive.step is None and (bucketed.step, bucketed.leaf) == (1, "down.bias") and bucketed.difference > 1e-6
 
     other = (Net(), lambda net, batch: 2 * torch_loss(net, batch), partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(jaxddp.parity.ParityError, match=r"PyTorch on 1: .* in step 1 at down.bias>"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[], torch=other)
+    with pytest.raises(ParityError, match=r"PyTorch on 1: .* in step 1 at down.bias>"):
+        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[], torch=other)
+    no_number = (Net(), lambda net, batch: torch_loss(net, batch) * float("nan"), partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(ParityError, match="nan"):
+        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[], torch=no_number)
 
 
 def test_options_of_the_trainer():
     options = {"num_microbatches": 2, "max_grad_norm": 0.1, "trainable": lambda name: not name.endswith("bias")}
     options |= {"strategies": ["overlapped", "zero2", "zero3"]}
-    results = jaxddp.parity.check(loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2], **options)
+    results = check(loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2], **options)
     assert all(one.difference <= 1e-12 and not one.refused for one in results)
     for one in results:
         assert np.all(one.params["up.bias"] == 0) and np.all(one.params["up.kernel"] != PARAMS["up"]["kernel"])
-    unclipped = jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
-    whole, on_two = jaxddp.parity.check(
+    unclipped = check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
+    whole, on_two = check(
         loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[1, 2], max_grad_norm=0.1
     )
     assert (whole.num_ranks, on_two.num_ranks) == (1, 2)
@@ -101,10 +112,9 @@ def test_torch_is_clipped_and_frozen_alike_and_an_unused_parameter_decays():
             self.spare = torch.nn.Parameter(torch.ones(3))
 
     params = {**PARAMS, "spare": np.ones(3)}
-    *_, found = jaxddp.parity.check(
+    *_, found = check(
         loss_fn, optax.adamw(1e-2), params, BATCHES, strategies="zero1", num_ranks=[2],
-        max_grad_norm=0.1, trainable=lambda name: not name.endswith("bias"),
-        torch=(Unused(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-4)),
+        max_grad_norm=0.1, trainable=lambda name: not name.endswith("bias"), torch=(Unused(), torch_loss, TORCH_ADAMW),
     )  # fmt: skip
     assert found.strategy == "PyTorch" and np.all(found.params["up.bias"] == 0) and np.all(found.params["spare"] < 1)
 
@@ -135,58 +145,40 @@ def test_a_model_with_state():
         return square, {"again": square}
 
     nnx_loss, params, model_state = from_nnx(Normalised("data"), loss, has_aux=True)
-    results = jaxddp.parity.check(
+    results = check(
         nnx_loss, optax.adamw(1e-2), params, BATCHES, strategies=["naive", "zero3"], num_ranks=[2],
-        model_state=model_state, torch=(TorchNormalised(), torch_loss, partial(torch.optim.AdamW, lr=1e-2, eps=1e-8,
-                                                                               weight_decay=1e-4)),
+        model_state=model_state, torch=(TorchNormalised(), torch_loss, TORCH_ADAMW),
     )  # fmt: skip
     assert [one.strategy for one in results] == ["naive", "zero3", "PyTorch"]
     assert np.all(results[0].params["model_state.norm.mean"] != 0)
     # Statistics of each rank's own examples are others.
     nnx_loss, params, model_state = from_nnx(Normalised(None), loss, has_aux=True)
-    with pytest.raises(jaxddp.parity.ParityError):
-        jaxddp.parity.check(
-            nnx_loss, optax.sgd(0.1), params, BATCHES, strategies="naive", num_ranks=[2], model_state=model_state
-        )
-
-
-def test_an_optimizer_that_wants_the_loss():
-    results = jaxddp.parity.check(loss_fn, optax.polyak_sgd(0.1), PARAMS, BATCHES, strategies="bucketed", num_ranks=[2])
-    assert results[0].difference <= 1e-12
-
-
-def test_values_that_are_no_numbers_part():
-    with pytest.raises(jaxddp.parity.ParityError, match="nan"):
-        jaxddp.parity.check(
-            loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=[],
-            torch=(Net(), lambda net, batch: torch_loss(net, batch) * float("nan"), partial(torch.optim.SGD, lr=0.1)),
-        )  # fmt: skip
+    with pytest.raises(ParityError):
+        check(nnx_loss, optax.sgd(0.1), params, BATCHES, strategies="naive", num_ranks=[2], model_state=model_state)
 
 
 def test_refusals_are_recorded_or_raised():
-    results = jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, num_ranks=[2])
+    results = check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, num_ranks=[2])
     refused = {one.strategy: one.refused for one in results if one.refused}
     assert list(refused) == ["zero1", "zero2", "zero3"] and all("element" in why for why in refused.values())
     assert all(one.difference is None for one in results if one.refused)
     with pytest.raises(ValueError, match="element"):
-        jaxddp.parity.check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
+        check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
     assert repr(results[4]).startswith("<zero1 on 2: refused, ") and len(repr(results[0])) < 40
     odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
-    with pytest.raises(ValueError, match=r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, odd)
-    for options, value in [({"strategies": []}, "strategies"), ({"num_ranks": [2], "atol": -1}, "-1")]:
+    for batches, options, value in [
+        (odd, {}, r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"),
+        (BATCHES, {"strategies": []}, "strategies"), (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"),
+        (BATCHES[:1], {}, r"^batches \(=1\)"),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=value):
-            jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, **options)
-    with pytest.raises(ValueError, match=r"^batches \(=1\)"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES[:1])
+            check(loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
 
 
-@pytest.mark.parametrize(
-    ("loss", "rate"), [(lambda params, batch: jnp.mean(batch["x"]), 0.1), (loss_fn, 0.0)], ids=["loss", "rate"]
-)
-def test_a_comparison_in_which_nothing_moves_is_none(loss, rate):
-    with pytest.raises(ValueError, match="move"):
-        jaxddp.parity.check(loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
+def test_a_comparison_in_which_nothing_moves_is_none():
+    for loss, rate in ((lambda params, batch: jnp.mean(batch["x"]), 0.1), (loss_fn, 0.0)):
+        with pytest.raises(ValueError, match="move"):
+            check(loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
 
 
 # Mistakes that must be found, each put into what strategies call
@@ -194,10 +186,8 @@ def test_a_comparison_in_which_nothing_moves_is_none(loss, rate):
 
 def parted(strategy, loss_fn=loss_fn, **options):
     """The only result, which parts."""
-    with pytest.raises(jaxddp.parity.ParityError) as caught:
-        jaxddp.parity.check(
-            loss_fn, optax.adam(0.1), PARAMS, BATCHES, strategies=strategy, num_ranks=[2], **options
-        )  # fmt: skip
+    with pytest.raises(ParityError) as caught:
+        check(loss_fn, optax.adam(0.1), PARAMS, BATCHES, strategies=strategy, num_ranks=[2], **options)
     (result,) = caught.value.results
     return result
 
@@ -270,4 +260,4 @@ def test_a_mistake_that_raises_is_not_a_refusal(monkeypatch):
 
     monkeypatch.setattr(jaxddp.Trainer, "init", fail)
     with pytest.raises(ValueError, match="cannot reshape"):
-        jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])
+        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])

@@ -17,8 +17,7 @@ def run(code, **environment):
 
 
 def test_without_accelerators_the_mesh_is_on_the_cpu():
-    code = WITHOUT_DEVICES + "import jaxddp, jax; print(jaxddp.data_mesh().size, jax.config.jax_platforms)"
-    found = run(code)
+    found = run(WITHOUT_DEVICES + "import jaxddp, jax; print(jaxddp.data_mesh().size, jax.config.jax_platforms)")
     assert found.stdout == "1 cpu\n" and "Traceback" not in found.stderr
 
 

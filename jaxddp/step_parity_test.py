@@ -122,15 +122,16 @@ def test_statistics_of_a_ranks_own_examples(state, batch):
     assert "copies" in causes(normalized_step(is_global=False, is_synced=False), state, batch)["seen"]
 
 
+def dropped_out(state, batch, key):
+    """The gradients where half of the input is not seen."""
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return jax.grad(loss_fn)(state["params"], batch | {"x": batch["x"] * keep})
+
+
 def dropout_step(fold):
     def step(state, batch):
         key = jax.random.fold_in(state["key"], jax.lax.axis_index("data")) if fold else state["key"]
-
-        def loss(params):
-            keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-            return loss_fn(params, batch | {"x": batch["x"] * keep})
-
-        return updated(state, mean(jax.grad(loss)(state["params"])))
+        return updated(state, mean(dropped_out(state, batch, key)))
 
     return mapped(step)
 
@@ -153,8 +154,7 @@ def test_noise_that_ranks_are_meant_to_share(state, batch):
 
 def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
     def step(state, batch):
-        keep = jax.random.bernoulli(state["key"], 0.5, batch["x"].shape)
-        return updated(state, jax.grad(loss_fn)(state["params"], batch | {"x": batch["x"] * keep}))
+        return updated(state, dropped_out(state, batch, state["key"]))
 
     check_step(lambda mesh: jax.jit(step), state | {"key": jax.random.key(0)}, batch)
 
@@ -170,12 +170,10 @@ def test_what_depends_on_the_rank_alone(state, batch):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"num_ranks": 1}, "num_ranks"),
-        ({"num_ranks": 3}, "batch"),
-        ({"num_ranks": 10**6}, "num_ranks"),
+        ({"num_ranks": 1}, "num_ranks"), ({"num_ranks": 3}, "batch"), ({"num_ranks": 10**6}, "num_ranks"),
         ({"atol": -1}, "atol"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused(state, batch, options, name):
     with pytest.raises(ValueError, match=name):
         check_step(mapped(step_with(mean)), state, batch, **options)

@@ -60,18 +60,9 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
         assert overlap.bytes_started_after_backward <= overlap.num_bytes / 2
 
 
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.full)])
 @quick_for("naive", "overlapped", "bucketed")
-def test_the_trainers_program_is_the_plan(model, strategy):
-    assert_the_program_is_the_plan(model, strategy, 1)
-
-
-@pytest.mark.full
-@strategies
-def test_with_micro_batches_too(model, strategy):
-    assert_the_program_is_the_plan(model, strategy, 2)
-
-
-def assert_the_program_is_the_plan(model, strategy, num_microbatches):
+def test_the_trainers_program_is_the_plan(model, strategy, num_microbatches):
     loss_fn, params, batch = model
     mesh = jaxddp.data_mesh(NUM_RANKS)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, mesh, num_microbatches=num_microbatches)
@@ -136,17 +127,9 @@ def assert_equal_gradients(ours, full):
     jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=2e-7), ours, full)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
 @quick_for("overlapped", "bucketed, caps")
-def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy):
-    assert_synchronized(model, full_gradient, strategy, check_vma=True)
-
-
-@quick_for("bucketed")
-def test_sync_gradients_in_a_shard_map_that_checks_nothing(model, full_gradient, strategy):
-    assert_synchronized(model, full_gradient, strategy, check_vma=False)
-
-
-def assert_synchronized(model, full_gradient, strategy, check_vma):
+def test_sync_gradients_in_a_users_own_shard_map(model, full_gradient, strategy, check_vma):
     run, plan, args = own_shard_map(*model, strategy, check_vma=check_vma)
     compiled = jax.jit(run).lower(*args).compile(jaxddp.compile_options(strategy, "cpu"))
     assert_holds_what_was_planned(strategy, compiled, planned_collectives(strategy, plan, NUM_RANKS))
@@ -215,6 +198,10 @@ def test_without_communication_nothing_is_sent_and_buckets_are_packed_all_the_sa
     assert "concatenate" in trainer.compile(state, batch).as_text()
 
 
+def linear_loss(w, x):
+    return jnp.mean(x @ w) ** 2
+
+
 def in_two_parts(buffer, axis):
     """A reduce-scatter and an all-gather instead of an all-reduce."""
     flat = buffer.reshape(-1)
@@ -253,13 +240,10 @@ def test_what_a_hook_sends_is_planned_and_its_sums_are_used(hook, atol, num_micr
 
 
 def test_one_rank_communicates_nothing():
-    params, batch = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, np.ones((4, 8), np.float32)
+    batch = np.ones((4, 8), np.float32)
     for strategy in STRATEGIES.values():
-        trainer = jaxddp.Trainer(
-            lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2),
-            optax.sgd(0.1), strategy, jaxddp.data_mesh(1),
-        )  # fmt: skip
-        state = trainer.init(params)
+        trainer = jaxddp.Trainer(linear_loss, optax.sgd(0.1), strategy, jaxddp.data_mesh(1))
+        state = trainer.init(jnp.ones((8, 4)))
         assert trainer.plan(state, batch).buckets == ()
         assert "all-reduce" not in trainer.compile(state, batch).as_text()
 
@@ -285,6 +269,6 @@ def test_bytes_on_the_wire_are_those_of_the_platform():
     assert planned_collectives(strategy, plan, 2, "gpu") == [("all-reduce", 16)]
     assert planned_collectives(strategy, plan, 2, "cpu") == [("all-reduce", 32)]
     for dtype in (jnp.bfloat16, jnp.float16):
-        trainer = jaxddp.Trainer(lambda w, x: jnp.mean(x @ w) ** 2, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
+        trainer = jaxddp.Trainer(linear_loss, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
         state, x = trainer.init(jnp.ones((4, 3), dtype)), np.ones((8, 4), np.float32)
         assert trainer.planned(state, x) == jaxddp.gradient_collectives(trainer.compile(state, x))

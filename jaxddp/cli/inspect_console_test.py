@@ -81,12 +81,9 @@ def test_nothing_is_cut_at_any_width(both, width, shown):
     assert any(line.split() == ["bucketed", "naive", "auto"] for line in lines) == (width < 120)  # turned
 
 
-def test_what_was_not_compiled_as_planned_stands_out(both, shown):
+def test_what_was_not_compiled_as_planned_stands_out_and_a_dump_has_neither_plan_nor_bound(both, shown):
     output = shown([dataclasses.replace(both[1], planned=both[1].planned[1:])])
     assert "NOT AS PLANNED" in output and "\nnaive: compiled to other collectives than planned\n" in output
-
-
-def test_a_dump_has_neither_plan_nor_bound(shown):
     network = Network(450, 15, host_gb_per_s=12.5, devices_per_host=4)
     output = shown([inspection("bucketed", network, planned=[], bound=None, memory=None)])
     assert "between hosts 12.5 GB/s as given" in output and "bound, " not in output

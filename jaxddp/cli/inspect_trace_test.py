@@ -33,17 +33,13 @@ def profile(tmp_path_factory):
     return folder
 
 
-def inspect(capsys, *options):
-    status = main(["inspect", *map(str, options)])
-    output = capsys.readouterr()
-    return status, output.out, output.err
-
-
 def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsys, tmp_path):
     written = tmp_path / "network.json"
-    status, out, err = inspect(capsys, "--trace", profile, "--target", "h100:2", "--json", "--write-network", written)
-    assert (status, err) == (0, "")
-    found = json.loads(out)
+    options = f"--trace {profile} --target h100:2 --json --write-network {written}"
+    assert main(["inspect", *options.split()]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    found = json.loads(output.out)
     assert len(found["devices"]) == 2
     assert [(one["kind"], one["bytes"], one["ranks"], one["times"]) for one in found["collectives"]] == [
         ("all-reduce", size, 2, 6) for size in SIZES
@@ -55,8 +51,9 @@ def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsy
     curve = json.loads(written.read_text())["us"]["all-reduce"]["2"]
     assert [size for size, _ in curve] == [*SIZES]
 
-    status, out, _ = inspect(capsys, "--trace", profile, "--network-file", written)
-    assert status == 0 and f"as measured, {written}" in " ".join(out.split())  # wherever lines are broken
+    assert main(["inspect", "--trace", str(profile), "--network-file", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert f"as measured, {written}" in " ".join(out.split())  # wherever lines are broken
     ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce") and "iB" in line]
     assert ratios[-1] == "1.00"
 
@@ -72,5 +69,6 @@ def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, ca
         ("--trace", profile, "--write-network", tmp_path / "one.json"): "must not exist: nothing is overwritten",
         ("--write-network", tmp_path / "new.json"): "must come with --trace",
     }.items():
-        status, out, err = inspect(capsys, *options)
-        assert (status, out) == (2, "") and message in err and err.count("\n") == 1
+        assert main(["inspect", *map(str, options)]) == 2
+        output = capsys.readouterr()
+        assert output.out == "" and message in output.err and output.err.count("\n") == 1

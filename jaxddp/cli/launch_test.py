@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxddp.__main__ import main
+from jaxddp.cli.conftest import assert_refused
 from jaxddp.cli.launch import launch
+from jaxddp.conftest import is_alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -68,13 +70,6 @@ def command(folder, how, *options):
     return {"args": arguments, "env": environment, "cwd": folder}
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_every_process_has_its_place_and_its_log_and_process_0_is_shown(start, tmp_path, capfd):
     assert start("print", log_dir=str(tmp_path / "logs")) == 0
     logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
@@ -94,7 +89,7 @@ def test_what_a_rank_has_started_neither_holds_the_launcher_nor_outlives_it(star
     since = time.monotonic()
     assert start(how, log_dir=str(tmp_path / "logs")) == 0
     assert time.monotonic() - since < 30  # it sleeps for 60 s
-    wait_for(lambda: not is_running((tmp_path / "child").read_text()), 10)
+    wait_for(lambda: not is_alive((tmp_path / "child").read_text()), 10)
 
 
 def test_a_stopped_rank_ends_at_once_when_the_others_have_given_it_up(start):
@@ -108,13 +103,6 @@ def test_all_are_started_again_as_often_as_asked(start, tmp_path):
     assert start("until 2", log_dir=str(logs), max_restarts=2) == 0
     assert (logs / "rank-1.log").read_text() == "".join(f"attempt {attempt} rank 1 of 2\n" for attempt in range(3))
     assert start("until 2", log_dir=str(logs), max_restarts=1) == 3
-
-
-def wait_for(condition, seconds=50):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_path):
@@ -140,7 +128,7 @@ def test_the_ranks_end_with_the_launcher(start, tmp_path, number, status, line):
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=50)
     assert process.returncode == status and len(ranks) == 2 and said == line
-    wait_for(lambda: not any(map(is_running, ranks)), 10)
+    wait_for(lambda: not any(map(is_alive, ranks)), 10)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
@@ -164,13 +152,6 @@ def test_a_job_goes_on_when_nobody_reads_what_it_shows(start, tmp_path):
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-@pytest.fixture
-def in_job(monkeypatch):
-    """Makes this process number 1 of two."""
-    for name, value in JOB.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.parametrize("options", [[], ["--ranks=2", "--log-dir=logs"]])
 def test_in_a_job_the_script_runs_as_this_process(tmp_path, options):
     (tmp_path / "script.py").write_text(
@@ -184,19 +165,6 @@ def test_in_a_job_the_script_runs_as_this_process(tmp_path, options):
     assert not (tmp_path / "logs").exists() and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--ranks=3"], "ranks (=3) must be the job's processes (=2)"),
-        (["--max-restarts=1"], "max_restarts (=1) must not be given in a job"),
-    ],
-)
-def test_another_job_than_the_one_that_it_is_in_is_refused(start, tmp_path, in_job, capsys, options, line):
-    assert main(["launch", *options, str(tmp_path / "script.py")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {line}") and said.count("\n") == 1
-
-
 def test_a_job_of_one_process_can_start_one_of_several(start, tmp_path, monkeypatch, capfd):
     of_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in (JOB | of_torchrun).items():
@@ -208,11 +176,17 @@ def test_a_job_of_one_process_can_start_one_of_several(start, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
-    [([], "ranks (=None) must be given"), (["--ranks=0"], "num_processes (=0) must be a positive integer"),
-     (["--ranks=2", "--stuck-s=0"], "stuck_s (=0.0) must be a positive finite number")],
-)  # fmt: skip
-def test_bad_input(start, tmp_path, capsys, options, line):
-    assert main(["launch", *options, str(tmp_path / "script.py")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
-    assert main(["launch", "--ranks=2", str(tmp_path / "none.py")]) == 2
+    ("variables", "options", "line"),
+    [
+        ({}, "", "ranks (=None) must be given"),
+        ({}, "--ranks=0", "num_processes (=0) must be a positive integer"),
+        ({}, "--ranks=2 --stuck-s=0", "stuck_s (=0.0) must be a positive finite number"),
+        ({}, "--ranks=2 no", "script (='no') must be a file"),
+        (JOB, "--ranks=3", "ranks (=3) must be the job's processes (=2)"),
+        (JOB, "--max-restarts=1", "max_restarts (=1) must not be given in a job"),
+    ],
+)
+def test_bad_input(start, tmp_path, monkeypatch, capsys, variables, options, line):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert_refused(f"launch {options} {tmp_path}/script.py", line, capsys)

@@ -4,9 +4,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -15,17 +15,13 @@ import pytest
 
 import jaxddp
 from jaxddp.__main__ import main
+from jaxddp.cli.conftest import assert_refused
 from jaxddp.cli.interrupts import Signalled
 from jaxddp.cli.train import Progress, StepReport, TrainOptions
+from jaxddp.conftest import wait_for
 from jaxddp.models import SIZES, build
 
 TRAIN = [sys.executable, "-m", "jaxddp", "train"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def started():
-    """JAX with the eight devices of conftest.py; before it starts, a run may still ask for more."""
-    assert jax.device_count() == 8
 
 
 BAD_INPUT = {
@@ -52,28 +48,17 @@ BAD_INPUT = {
 }
 
 
-def status_of(arguments):
-    try:
-        return main(arguments)
-    except SystemExit as ended:  # argparse's way
-        return ended.code
-
-
 @pytest.mark.parametrize("command", BAD_INPUT)
 def test_bad_input_is_one_line_and_status_2(command, capsys):
-    assert status_of(command.split()) == 2
-    output = capsys.readouterr()
-    assert output.err.startswith(f"error: {BAD_INPUT[command]}")
-    assert output.err.count("\n") == 1 and output.err.endswith("\n")
-    assert output.out == ""
+    assert_refused(command, BAD_INPUT[command], capsys)
 
 
 def test_ranks_that_a_jobs_processes_cannot_share_evenly_are_one_line(capsys, monkeypatch):
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", "--devices", "3", "--batch-size", "6"]) == 2
-    assert capsys.readouterr().err == "error: devices (=3) must be divisible by the job's processes (=2)\n"
+    said = "devices (=3) must be divisible by the job's processes (=2)"
+    assert_refused("train --devices 3 --batch-size 6", said, capsys)
 
 
 def test_every_option_is_a_flag(monkeypatch):
@@ -149,9 +134,7 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
     arguments = "--model byte_shallow --devices 1 --steps 1000 --batch-size 1 --checkpoint-every 1 --resume"
     arguments += f" --checkpoint {tmp_path}"
     status, output, error = signalled_at_its_first_step(arguments, signal.SIGINT)
-    assert status == 130
-    assert error == "interrupted\n"
-    assert "throughput" not in output
+    assert (status, error) == (130, "interrupted\n") and "throughput" not in output
     step, position, _ = restored(tmp_path, jaxddp.zero1(), 2)
     assert step == position["examples"] >= 1
     assert all(path.name.isdecimal() for path in tmp_path.iterdir() if path.name != ".writer")
@@ -166,10 +149,7 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
     ],
 )
 def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, status, line):
-    def fail(*arguments):
-        raise error
-
-    monkeypatch.setattr("jaxddp.cli.train_program.train", fail)
+    monkeypatch.setattr("jaxddp.cli.train_program.train", Mock(side_effect=error))
     assert main(["train"]) == status
     assert capsys.readouterr().err == line
 
@@ -208,9 +188,7 @@ def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_no
     assert subprocess.run([*command, tmp_path / "whole"], timeout=250, check=False).returncode == 0
     lost = tmp_path / "lost"
     with subprocess.Popen([*command, lost], stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 200
-        while not (lost / "4").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for((lost / "4").exists, 200)
         os.kill(ranks_of(lost)[1], number)
         _, error = process.communicate(timeout=250)
     assert process.returncode == 0, error

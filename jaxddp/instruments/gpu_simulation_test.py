@@ -51,15 +51,14 @@ def first_inputs(trainer, params, config):
     _, _, options = trainer.step_function(*shapes)
 
     def first(leaf):
-        return (
-            jax.random.key(0) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.zeros(leaf.shape, leaf.dtype)
-        )
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key(0) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+
+    def drawn(leaf):
+        return 0.02 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype)
 
     def first_state():
-        filled = jax.tree.map(
-            lambda leaf: 0.02 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype), shapes[0].params
-        )
-        return jax.tree.map(first, shapes[0])._replace(params=filled)
+        return jax.tree.map(first, shapes[0])._replace(params=jax.tree.map(drawn, shapes[0].params))
 
     def first_batch():
         tokens = jax.random.randint(jax.random.key(1), shapes[1]["tokens"].shape, 0, config.vocab)
@@ -94,16 +93,12 @@ def measure(strategy, model=MODEL):
         round_s()
     measured_s = statistics.median(round_s() for _ in range(NUM_ROUNDS))
     return {
-        "strategy": strategy,
-        "model": model,
-        "device_kind": trainer.mesh.devices.flat[0].device_kind,
-        "chip": chip.name,
-        "jax": jax.__version__,
+        "strategy": strategy, "model": model, "chip": chip.name, "jax": jax.__version__,
         "planned": sorted(trainer.planned(state, batch)),
         "compiled": schedule.gradient_collectives(),
         "simulated_ms": 1e3 * simulate(schedule, chip, Network(chip.link_gb_per_s)).compute_s,
         "measured_ms": 1e3 * measured_s,
-    }
+    }  # fmt: skip
 
 
 def measure_in_child(strategy):

@@ -19,10 +19,6 @@ def parse_entry(*lines, others=""):
     return module.computations[module.entry]
 
 
-def assert_one_line(info):
-    assert "\n" not in str(info.value)
-
-
 @pytest.mark.parametrize("name", fixture_names())
 def test_every_line_of_the_fixtures_is_read(name):
     text = load_fixture(name)
@@ -109,46 +105,35 @@ def test_what_calls_what():
     }  # fmt: skip
 
 
-def test_foreign_text():
-    with pytest.raises(ValueError, match=r"must be a compiled HLO module, as Compiled.as_text\(\) gives it") as info:
-        parse_module("module @jit_f {\n}\n")
-    assert_one_line(info)
-
-
-def test_a_module_that_is_not_scheduled():
-    with pytest.raises(ValueError, match=r"not scheduled: compile it first, lowered.compile\(\)") as info:
-        parse_module(handmade("ROOT %x = f32[] parameter(0)").replace(", is_scheduled=true", ""))
-    assert_one_line(info)
+def assert_refused(text, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        parse_module(text)
+    assert "\n" not in str(refused.value)
 
 
 def test_text_that_is_cut_off_anywhere():
     text = load_fixture("tpu-loop-jax0.10")
     end = text.rindex("}")
     for cut in range(0, end + 1, 7):
-        with pytest.raises(ValueError, match="cut off" if cut > 8 else "compiled HLO module") as info:
-            parse_module(text[:cut])
-        assert_one_line(info)
+        assert_refused(text[:cut], "cut off" if cut > 8 else "compiled HLO module")
     assert parse_module(text[: end + 1]) == parse_module(text)
+
+
+X, Z = "%x = f32[] parameter(0)", "ROOT %z = f32[] negate(%x)"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            handmade("%x = f32[] parameter(0)", "%y = ", "ROOT %z = f32[] negate(%x)"),
-            "line 5 .*'%y =.* is no instruction",
-        ),
-        (handmade("%x = f32[", "ROOT %z = f32[] negate(%x)"), "line 4 .* is no instruction"),
-        (handmade("%x = f32[] negate(%y", "ROOT %z = f32[] negate(%x)"), "line 4 .* is no instruction"),
+        ("module @jit_f {\n}\n", r"must be a compiled HLO module, as Compiled.as_text\(\) gives it"),
+        (handmade(f"ROOT {X}").replace(", is_scheduled=true", ""), r"not scheduled: compile it first"),
+        (handmade(X, "%y = ", Z), "line 5 .*'%y =.* is no instruction"),
+        (handmade("%x = f32[", Z), "line 4 .* is no instruction"),
+        (handmade("%x = f32[] negate(%y", Z), "line 4 .* is no instruction"),
         (handmade("ROOT %z = f32[] call(), to_apply=%gone"), "line 4 .* calls 'gone', which must stand above it"),
-        (
-            handmade("ROOT %x = f32[] parameter(0)", others=ADD + ADD),
-            "line 9 .* begins 'add' again: it must be one module",
-        ),
+        (handmade(f"ROOT {X}", others=ADD + ADD), "line 9 .* begins 'add' again: it must be one module"),
         ("HloModule m, is_scheduled=true\n\n" + ADD, "cut off"),
     ],
 )
 def test_text_with_something_missing(text, message):
-    with pytest.raises(ValueError, match=message) as info:
-        parse_module(text)
-    assert_one_line(info)
+    assert_refused(text, message)

@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.instruments.inspect import Training, inspect_dump, inspect_steps, transformer_training
+from jaxddp.instruments.inspect import inspect_steps, transformer_training
 from jaxddp.instruments.targets import MemoryStats, TargetProgram
 from jaxddp.instruments.testdata import load_fixture
 from jaxddp.models import SIZES, TransformerConfig
@@ -20,21 +21,9 @@ TARGET = targets.target("h100:2x8")
 NETWORK = Network(450, host_gb_per_s=50, devices_per_host=8)
 
 
-def inspect(*strategies):
-    return inspect_steps(strategies, transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, bucket_mb=0.03)
-
-
 @pytest.fixture(scope="module")
 def found():
-    return inspect("bucketed", "auto")
-
-
-def test_what_is_planned_is_compiled(found):
-    bucketed, auto = found
-    assert len(bucketed.planned) > 2 and sorted(bucketed.planned) == bucketed.compiled
-    assert bucketed.as_planned is True
-    assert auto.planned == [] and auto.as_planned is None
-    assert bucketed.num_devices_compiled_for == 16
+    return inspect_steps(["bucketed", "auto"], transformer_training(CONFIG, 4 * 16), TARGET, NETWORK, bucket_mb=0.03)
 
 
 @pytest.mark.full
@@ -98,92 +87,72 @@ def test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_paramet
     assert found[0].bound.all_reduce_s == Network(0.1).seconds("all-reduce", (sums + gathers) / 2, range(2))
 
 
-def test_a_dump_gives_the_same_simulation(found):
-    for each in found:
-        dump = inspect_dump("name", each.text, TARGET, NETWORK)
-        assert dump.simulation == each.simulation
-        assert (dump.strategy, dump.bound, dump.memory, dump.as_planned) == ("name", None, None, None)
-
-
-def test_slower_compute_is_noted(found):
-    bucketed = found[0]
-    slower = dataclasses.replace(
-        bucketed, bound=dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.03)
-    )
-    assert slower.notes == ["computes 3.0% longer than the same step without communication"]
-
-
-def test_what_products_and_memory_count_is_said(found):
-    bucketed = found[0]
+def test_what_a_reader_must_know_is_noted(found):
+    bucketed, auto = found
+    assert bucketed.num_devices_compiled_for == 16 and bucketed.as_planned is True and auto.as_planned is None
     assert set(bucketed.product_dtypes) == {"tf32"} and "in tf32" in bucketed.title
-    large = dataclasses.replace(bucketed, memory={**bucketed.memory, "peak": 61 * 10**9})
     said = "the 60.0 GB that JAX takes of a GPU by default"
-    assert [sum(said in note for note in one.notes) for one in (bucketed, large)] == [0, 1]
-
-
-def test_a_lost_plan_is_noted(found):
-    fewer = dataclasses.replace(found[0], planned=found[0].planned[1:])
-    other = dataclasses.replace(found[0], is_held_as_planned=False)
+    assert not any(said in note for note in bucketed.notes)
+    large = dataclasses.replace(bucketed, memory={**bucketed.memory, "peak": 61 * 10**9})
+    assert any(said in note for note in large.notes)
+    bound = dataclasses.replace(bucketed.bound, compute_s=bucketed.simulation.compute_s / 1.03)
+    slower = dataclasses.replace(bucketed, bound=bound)
+    assert slower.notes == ["computes 3.0% longer than the same step without communication"]
+    fewer = dataclasses.replace(bucketed, planned=bucketed.planned[1:])
+    other = dataclasses.replace(bucketed, is_held_as_planned=False)
     for each, what in ((fewer, "collectives"), (other, "bytes of parameters or optimizer state")):
         assert each.as_planned is False and f"compiled to other {what} than planned" in each.notes
 
 
-class Finished:
-    """A compilation that is over."""
+@pytest.fixture
+def compiles_to(monkeypatch):
+    """Sets how much memory every program takes that is compiled."""
 
-    def __init__(self, outcome):
-        self.outcome = outcome
+    def needs(peak_bytes):
+        program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, peak_bytes, 0, 0))
+        for name in ("start_compile_without_communication", "start_compile"):
+            monkeypatch.setattr(targets, name, lambda *args: SimpleNamespace(result=lambda: program))
 
-    def result(self):
-        return self.outcome
+    return needs
 
 
 # As many parameters as the model 2.7b, in 2 layers instead of 32, which are traced sooner.
 LARGE = TransformerConfig(vocab=2500, context=1024, width=10_240, num_layers=2, num_heads=32, hidden=40_960)
 
 
-def test_a_step_too_large_says_by_how_much(monkeypatch):
-    target = targets.target("h100:8")
+def test_a_step_too_large_says_by_how_much(compiles_to):
     assert LARGE.num_params == pytest.approx(SIZES["2.7b"].num_params, rel=1e-4)
-    program = TargetProgram(target, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 80_100_000_000, 0, 0))
-    monkeypatch.setattr(targets, "start_compile_without_communication", lambda *args: Finished(program))
-    monkeypatch.setattr(targets, "start_compile", lambda *args: Finished(program))
+    compiles_to(80_100_000_000)
     with pytest.raises(ValueError, match=r"^a step of naive needs 80.1 GB .*: 0.1 GB too much"):
-        inspect_steps(["naive"], transformer_training(LARGE, 128), target, Network(450))
+        inspect_steps(["naive"], transformer_training(LARGE, 128), targets.target("h100:8"), Network(450))
 
 
-def test_frozen_parameters_have_no_optimizer_state(monkeypatch):
+def test_frozen_parameters_have_no_optimizer_state(compiles_to):
     """45 GB of them fit in 80."""
-    shapes = {
-        "frozen": jax.ShapeDtypeStruct((150_000, 150_000), "bfloat16"),
-        "w": jax.ShapeDtypeStruct((8,), "float32"),
-    }
-    training = Training(
-        lambda params, batch: jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32"),
-        optax.adamw(1e-3), shapes, {"x": jax.ShapeDtypeStruct((8,), "float32")},
-    )  # fmt: skip
-    program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, 0, 0, 0))
-    monkeypatch.setattr(targets, "start_compile_without_communication", lambda *args: Finished(program))
-    monkeypatch.setattr(targets, "start_compile", lambda *args: Finished(program))
-    (naive,) = jaxddp.inspect(*training[:4], strategies="naive", trainable=lambda name: name == "w")
+
+    def loss_fn(params, batch):
+        return jnp.mean(batch["x"] * params["w"].sum()) * params["frozen"][0, 0].astype("float32")
+
+    compiles_to(0)
+    eight = jax.ShapeDtypeStruct((8,), "float32")
+    params = {"frozen": jax.ShapeDtypeStruct((150_000, 150_000), "bfloat16"), "w": eight}
+    (naive,) = jaxddp.inspect(
+        loss_fn, optax.adamw(1e-3), params, {"x": eight}, strategies="naive", trainable=lambda name: name == "w"
+    )
     assert naive.memory["parameters"] == 45_000_000_000 + 32
 
 
-def test_what_cannot_be_is_refused():
-    target = targets.target("h100:8")
-    with pytest.raises(ValueError, match=r"^strategies \(=zero1, zero1\) must have different names$"):
-        inspect_steps(["zero1", jaxddp.zero1(3)], transformer_training(CONFIG, 2), target, NETWORK)
-    with pytest.raises(
-        ValueError,
-        match=r"^unknown strategy 'fast': one of auto, naive, flat, overlapped, bucketed, zero1, zero2, zero3$",
-    ):
-        inspect_steps(["fast"], transformer_training(CONFIG, 2), target, NETWORK)
-    with pytest.raises(ValueError, match=r"^bucket_mb \(=3\) must come with one of .*zero2, not 'naive'$"):
-        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, bucket_mb=3)
-    with pytest.raises(ValueError, match=r"^replicas must come with a strategy that shards, not 'naive'$"):
-        inspect_steps(["naive"], transformer_training(CONFIG, 2), target, NETWORK, replicas=2)
-    training = transformer_training(CONFIG, 2)._replace(options={"num_microbatches": 2})
-    with pytest.raises(
-        ValueError, match=r"^strategy 'auto' must come without options of Trainer, not num_microbatches$"
-    ):
-        inspect_steps(["auto"], training, target, NETWORK)
+@pytest.mark.parametrize(
+    ("strategies", "options", "message"),
+    [
+        (["zero1", jaxddp.zero1(3)], {}, r"strategies \(=zero1, zero1\) must have different names"),
+        (["fast"], {}, "unknown strategy 'fast': one of auto, naive, "),
+        (["naive"], {"bucket_mb": 3}, r"bucket_mb \(=3\) must come with one of .*zero2, not 'naive'"),
+        (["naive"], {"replicas": 2}, "replicas must come with a strategy that shards, not 'naive'"),
+        (["auto"], {}, "strategy 'auto' must come without options of Trainer, not num_microbatches"),
+    ],
+)
+def test_what_cannot_be_is_refused(strategies, options, message):
+    training = transformer_training(CONFIG, 2)._replace(options={"num_microbatches": 2} if "auto" in strategies else {})
+    with pytest.raises(ValueError, match=f"^{message}"):
+        inspect_steps(strategies, training, TARGET, NETWORK, **options)

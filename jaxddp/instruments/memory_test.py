@@ -30,10 +30,10 @@ def loss_fn(params, batch):
     return jnp.mean((x @ params["down"] - batch["y"]) ** 2)
 
 
-def inputs(devices, strategy):
+def inputs(devices, strategy, optimizer=optax.adamw(1e-3)):  # noqa: B008
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     mesh = targets.mesh(devices) if isinstance(devices, str) else jaxddp.data_mesh(devices)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, mesh)
+    trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, mesh)
     examples = 3 * trainer.num_ranks
     batch = {name: jax.ShapeDtypeStruct((examples, width), jnp.float32) for name, width in (("x", 7), ("y", 5))}
     return trainer, trainer.abstract_state(params), batch, params
@@ -91,3 +91,13 @@ def test_a_program_of_another_state_is_refused():
 
 def test_cpus_count_no_allocations():
     assert allocated_bytes(jax.devices()[0]) is None
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
+def test_what_a_step_does_not_read_is_held_and_counted_all_the_same(name):
+    """Hyperparameters with a schedule of their own: those and a part of the batch are no arguments of the program."""
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 9))
+    trainer, state, batch, _ = inputs(2, STAGES[name], optimizer)
+    batch["unread"] = jax.ShapeDtypeStruct((6, 100), jnp.float32)
+    found, expected = step_memory(trainer.compile(state, batch), state), held_bytes(trainer.layout(state))
+    assert found[:3] == (*expected[:2], STEP_AND_KEY_BYTES)

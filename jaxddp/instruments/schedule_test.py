@@ -40,8 +40,8 @@ def single(*lines, **options):
     return found[0]
 
 
-BACKWARD, SYNC, METRICS = "transpose(jvp())/dot", "jaxddp.sync/psum", "jaxddp.metrics/psum"
-OPTIMIZER = "jaxddp.optimizer/mul"
+BACKWARD, OPTIMIZER = "transpose(jvp())/dot", "jaxddp.optimizer/mul"
+SYNC, METRICS = "jaxddp.sync/psum", "jaxddp.metrics/psum"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,6 @@ OPTIMIZER = "jaxddp.optimizer/mul"
         ("%c = (f32[16,4]{1,0}, bf16[8,4]{1,0}) all-reduce(%p, %q)", "all-reduce", 320),
         ("%c = f32[2,4]{1,0} reduce-scatter(%p), dimensions={0}", "reduce-scatter", 256),
         ("%c = bf16[64,4]{1,0} all-gather(%q), dimensions={0}", "all-gather", 512),
-        ("%c = f32[16,4]{1,0} collective-permute(%p)", "collective-permute", 256),
         ("%c = f32[16,4]{1,0} all-to-all(%p), dimensions={0}", "all-to-all", 256),
         ("%c = (f32[8,4]{1,0}, f32[8,4]{1,0}) all-to-all(%p, %p)", "all-to-all", 512),
         ("%c = f32[16,4]{1,0} collective-broadcast(%p)", "collective-broadcast", 256),
@@ -81,14 +80,9 @@ def test_a_start_issues_and_a_done_waits(start, num_bytes, is_sync):
     kind = start.split("(%")[0].split()[-1].removesuffix("-start").replace("async", "reduce-scatter")
     config = f'backend_config={{"collective_backend_config":{{"is_sync":{str(is_sync).lower()}}}}}'
     wrapped = computation("wrapped", f"%rs = f32[2,4] reduce-scatter(%x), dimensions={{0}}, {ALL}")
-    schedule = read_schedule(
-        module(
-            f"{start}, {ALL if 'calls' not in start else 'channel_id=1'}, {config}",
-            "%m = f32[16,4] multiply(%p, %p)",
-            f"%d = f32[16,4] {'async' if 'calls' in start else kind}-done(%s)",
-            before=wrapped,
-        )
-    )
+    started = f"{start}, {ALL if 'calls' not in start else 'channel_id=1'}, {config}"
+    ended = f"%d = f32[16,4] {'async' if 'calls' in start else kind}-done(%s)"
+    schedule = read_schedule(module(started, "%m = f32[16,4] multiply(%p, %p)", ended, before=wrapped))
     issued, _, waited = schedule.operations[2:]
     assert (issued.starts.kind, issued.starts.num_bytes, issued.starts.is_async) == (kind, num_bytes, not is_sync)
     assert (issued.waits_for, waited.starts, waited.waits_for) == ("", None, "s")
@@ -96,16 +90,14 @@ def test_a_start_issues_and_a_done_waits(start, num_bytes, is_sync):
 
 
 def test_a_done_waits_through_updates_and_other_dones_do_not_wait():
-    schedule = read_schedule(
-        module(
-            "%s = ((f32[16,4]), f32[2,4]) async-start(%p), calls=%wrapped",
-            "%u = ((f32[16,4]), f32[2,4]) async-update(%s), calls=%wrapped",
-            "%k = (f32[16,4], f32[16,4], u32[]) copy-start(%p)",
-            "%kd = f32[16,4] copy-done(%k)",
-            "%d = f32[2,4] async-done(%u), calls=%wrapped",
-            before=computation("wrapped", f"%rs = f32[2,4] reduce-scatter(%x), {ALL}"),
-        )
-    )
+    text = module(
+        "%s = ((f32[16,4]), f32[2,4]) async-start(%p), calls=%wrapped",
+        "%u = ((f32[16,4]), f32[2,4]) async-update(%s), calls=%wrapped",
+        "%k = (f32[16,4], f32[16,4], u32[]) copy-start(%p)", "%kd = f32[16,4] copy-done(%k)",
+        "%d = f32[2,4] async-done(%u), calls=%wrapped",
+        before=computation("wrapped", f"%rs = f32[2,4] reduce-scatter(%x), {ALL}"),
+    )  # fmt: skip
+    schedule = read_schedule(text)
     assert [o.name for o in schedule.operations if o.starts] == ["s"]
     assert [(o.name, o.waits_for) for o in schedule.operations if o.waits_for] == [("d", "s")]
 
@@ -163,25 +155,19 @@ def test_a_permutation_takes_as_long_as_its_slowest_pair():
         ("replica_groups=mesh['data'=2, 'model'=4] {'model'}", (0, 1, 2, 3)),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5)),
         ("source_target_pairs={{0,1},{1,2},{2,0}}", (0, 1, 2)),
+        ("replica_groups=V3", tuple(range(8))),
     ],
 )
 def test_groups(printed, group):
-    text = module(f"%c = f32[16,4] all-reduce(%p), {printed}, use_global_device_ids=true, to_apply=%add")
-    assert read_schedule(text).collectives()[0].group == group
-    assert read_schedule(text).notes == ()
-
-
-def test_a_group_that_is_not_understood_is_said():
-    schedule = read_schedule(module("%c = f32[16,4] all-reduce(%p), replica_groups=V3, to_apply=%add"))
-    assert schedule.collectives()[0].group == tuple(range(8))
-    assert schedule.notes == ("collective c: group not understood, all devices are assumed",)
+    schedule = read_schedule(module(f"%c = f32[16,4] all-reduce(%p), {printed}, to_apply=%add"))
+    assert schedule.collectives()[0].group == group
+    assert schedule.notes == ("collective c: group not understood, all devices are assumed",) * printed.endswith("V3")
 
 
 def test_kernel_strategy_and_name():
     config = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
     found = single(op(f"%c = f32[16,4] all-reduce-start(%p), {ALL}", METRICS) + f", {config}").starts
     assert (found.kernel, found.op_name, found.is_metrics) == ("TRITON_ONE_SHOT", f"jit(step)/{METRICS}", True)
-    assert single(f"%c = f32[16,4] all-reduce(%p), {ALL}").starts.kernel == ""
 
 
 LOOP_BODY = computation(
@@ -288,7 +274,6 @@ def test_overlap():
 
 def test_overlap_without_gradients_or_without_backward():
     backward = op("%b = f32[16,4] multiply(%p, %p)", BACKWARD)
-    assert read_schedule(module(backward)).overlap() == Overlap(None, 0, 0, 0)
     metrics = op(f"%m = f32[16,4] all-reduce(%p), {ALL}", METRICS)
     assert read_schedule(module(backward, metrics)).overlap() == Overlap(None, 0, 0, 0)
     assert read_schedule(module(f"%c = f32[16,4] all-reduce(%p), {ALL}")).overlap() == Overlap(None, 0, 256, 256)

@@ -4,12 +4,7 @@ import random
 import pytest
 
 from jaxddp.instruments.schedule import Collective, Operation, Schedule
-from jaxddp.instruments.simulate import (
-    device_seconds,
-    lower_bound,
-    matmul_flops_per_s,
-    simulate,
-)
+from jaxddp.instruments.simulate import device_seconds, lower_bound, matmul_flops_per_s, simulate
 from jaxddp.instruments.work import MatmulKind, Work
 from jaxddp.network import Network
 from jaxddp.planning.chips import CHIPS
@@ -18,10 +13,6 @@ from jaxddp.planning.chips import CHIPS
 CHIP = dataclasses.replace(CHIPS["h100"], flops_per_s={"float32": 1.0, "tf32": 1.0}, memory_bytes_per_s=1.0)
 BYTES_FACTOR = {"all-reduce": 1, "all-gather": 2}  # two ranks send half of an all-gather
 PAIR = (0, 1)
-
-
-def make_network(latency_s=0.0):
-    return Network(gb_per_s=1e-9, latency_us=latency_s * 1e6)
 
 
 def compute(name, seconds, phase="backward"):
@@ -38,7 +29,7 @@ def done(name):
 
 
 def run(operations, latency_s=0.0):
-    return simulate(Schedule(tuple(operations), 2), CHIP, make_network(latency_s))
+    return simulate(Schedule(tuple(operations), 2), CHIP, Network(gb_per_s=1e-9, latency_us=latency_s * 1e6))
 
 
 def test_a_step_by_hand():
@@ -139,18 +130,6 @@ def test_random_programs_do_what_they_do_tick_by_tick():
         assert step.compute_s == sum(end - start for _, lane, start, end in spans if lane == "compute")
 
 
-def test_what_costs_nothing():
-    alone = run([compute("c", 2), start("s", 3, group=(5,), is_sync=True)], latency_s=1)
-    assert (alone.step_s, alone.exposed_s, alone.communication_s) == (2, 0, 0)
-    assert run([compute("nothing", 0)]) == run([])
-    assert run([start("z", 0, is_sync=True)], latency_s=0).step_s == 0
-    assert run([start("z", 0, is_sync=True)], latency_s=1).step_s == 1
-
-
-def seconds(chip, dtype, precision="default"):
-    return device_seconds(Work({MatmulKind(dtype, precision): 1e15}), CHIPS[chip])
-
-
 @pytest.mark.parametrize(
     ("chip", "dtype", "precision", "teraflops_per_s"),
     [
@@ -166,10 +145,9 @@ def seconds(chip, dtype, precision="default"):
 )
 def test_matrix_products_run_at_the_published_rate(chip, dtype, precision, teraflops_per_s):
     # A product and two quotients, each rounded by at most 1.1e-16 of it.
-    assert matmul_flops_per_s(MatmulKind(dtype, precision), CHIPS[chip]) == pytest.approx(
-        teraflops_per_s * 1e12, rel=1e-15
-    )
-    assert seconds(chip, dtype, precision) == pytest.approx(1e3 / teraflops_per_s, rel=1e-15, abs=0)
+    kind = MatmulKind(dtype, precision)
+    assert matmul_flops_per_s(kind, CHIPS[chip]) == pytest.approx(teraflops_per_s * 1e12, rel=1e-15)
+    assert device_seconds(Work({kind: 1e15}), CHIPS[chip]) == pytest.approx(1e3 / teraflops_per_s, rel=1e-15, abs=0)
 
 
 def test_an_operation_takes_as_long_as_its_flops_or_its_bytes():
@@ -189,9 +167,9 @@ def make_operation(name, phase, seconds, *operands):
     return Operation(name, phase, Work(num_bytes=seconds), operands=operands)
 
 
-def make_bound_step():
+def test_communication_or_compute_is_the_bound_whichever_is_longer():
     """A chain f1 f2 | b2 b1 with gradients g2 and g1 at its links, each updated: u2, u1."""
-    return Schedule(
+    step = Schedule(
         (
             make_operation("x", "forward", 0),
             make_operation("f1", "forward", 3, "x"),
@@ -205,20 +183,12 @@ def make_bound_step():
             make_operation("u1", "optimizer", 1, "g1.part", "u2"),
         )
     )
-
-
-def test_terms():
-    bound = lower_bound(make_bound_step(), CHIP, SLOW, 10, 2)
-    assert bound.compute_s == 24.5
-    assert bound.forward_s == 7
+    bound = lower_bound(step, CHIP, SLOW, 10, 2)
+    assert (bound.compute_s, bound.forward_s, bound.all_reduce_s) == (24.5, 7, 10.5)
     assert bound.first_gradient_s == 5.5  # b2 b1 g1, not b2 g2 nor what stands before g1 in the schedule
-    assert bound.all_reduce_s == 10.5
-
-
-def test_communication_or_compute_is_the_bound_whichever_is_longer():
-    assert lower_bound(make_bound_step(), CHIP, SLOW, 10, 2).step_s == 24.5  # 7 + 5.5 + 10.5 is less
-    assert lower_bound(make_bound_step(), CHIP, SLOW, 100, 2).step_s == 7 + 5.5 + 100.5
-    assert lower_bound(make_bound_step(), CHIP, SLOW, 100, 4).step_s == 7 + 5.5 + 150.5  # 2 (N-1)/N of the bytes
+    assert bound.step_s == 24.5  # 7 + 5.5 + 10.5 is less
+    assert lower_bound(step, CHIP, SLOW, 100, 2).step_s == 7 + 5.5 + 100.5
+    assert lower_bound(step, CHIP, SLOW, 100, 4).step_s == 7 + 5.5 + 150.5  # 2 (N-1)/N of the bytes
 
 
 def test_the_first_gradient_is_the_one_that_depends_on_least():
@@ -237,9 +207,7 @@ def test_the_first_gradient_is_the_one_that_depends_on_least():
         )
     )
     assert lower_bound(step, CHIP, SLOW, 1, 2).first_gradient_s == 6
-    only_apart = dataclasses.replace(
-        step, operations=(*step.operations[:-1], make_operation("update", "optimizer", 1, "apart"))
-    )
+    only_apart = Schedule((*step.operations[:-1], make_operation("update", "optimizer", 1, "apart")))
     assert lower_bound(only_apart, CHIP, SLOW, 1, 2).first_gradient_s == 7
 
 

@@ -15,7 +15,6 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.instruments.schedule import Overlap, Schedule, read_schedule
 from jaxddp.instruments.simulate import lower_bound, simulate
-from jaxddp.instruments.targets import Pending
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import Network
 
@@ -27,24 +26,12 @@ SPEEDS_GB_PER_S = (360, 50, 12)
 WAITING = ("naive", "flat")
 # Those that shard have tests of their own in zero/.
 REPLICATED = tuple(name for name in jaxddp.STRATEGIES if not name.startswith("zero"))
-EARLY = tuple(name for name in REPLICATED if name not in WAITING)
-
-
-class Case(NamedTuple):
-    """A step to compile."""
-
-    spec: str
-    strategy: str
-    model: str = TINY
-    num_microbatches: int = 1
 
 
 class Step(NamedTuple):
     planned: list[tuple[str, int]]
     schedule: Schedule
 
-
-IN_PARTS = Case(GPU, "bucketed", LARGE, num_microbatches=3)
 
 full = pytest.mark.full
 
@@ -55,7 +42,7 @@ def some_in_full(names, quick):
 
 
 on_tpus = some_in_full(REPLICATED, quick=("bucketed",))
-early_strategies = pytest.mark.parametrize("name", EARLY)
+early_strategies = pytest.mark.parametrize("name", [name for name in REPLICATED if name not in WAITING])
 every_speed = pytest.mark.parametrize("gb_per_s", SPEEDS_GB_PER_S)
 
 
@@ -66,21 +53,16 @@ def trainer_and_inputs(spec, model, strategy, batch_per_device=BATCH_PER_DEVICE,
     return trainer, trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
 
 
-def start(case: Case) -> tuple[list[tuple[str, int]], Pending]:
-    strategy_options = {"bucket_mb": BUCKET_MB[case.model]} if case.strategy == "bucketed" else {}
-    strategy = jaxddp.make_strategy(case.strategy, **strategy_options)
-    trainer, state, batch = trainer_and_inputs(case.spec, case.model, strategy, num_microbatches=case.num_microbatches)
-    return trainer.planned(state, batch), targets.start_compile(trainer, state, batch)
-
-
 @pytest.fixture(scope="module")
 def steps():
-    """Cases by themselves, each compiled when the first test asks for it."""
+    """Steps, each compiled when the first test asks for it."""
 
     @functools.cache
-    def compiled(case: Case) -> Step:
-        planned, pending = start(case)
-        return Step(planned, read_schedule(pending.result()))
+    def compiled(spec, name, model=TINY, num_microbatches=1):
+        options = {"bucket_mb": BUCKET_MB[model]} if name == "bucketed" else {}
+        strategy = jaxddp.make_strategy(name, **options)
+        trainer, *inputs = trainer_and_inputs(spec, model, strategy, num_microbatches=num_microbatches)
+        return Step(trainer.planned(*inputs), read_schedule(trainer.compile(*inputs)))
 
     return compiled
 
@@ -89,35 +71,22 @@ def simulated(step, spec, gb_per_s, latency_us=15.0):
     return simulate(step.schedule, targets.target(spec).chip, Network(gb_per_s, latency_us))
 
 
-def seconds_by_formula(collectives, gb_per_s):
-    network = Network(gb_per_s)
-    return sum(network.seconds(kind, num_bytes, range(8)) for kind, num_bytes in collectives)
-
-
-def assert_as_planned(step, name):
-    assert (len(step.planned) == 1) == (name == "flat")
-    assert step.schedule.gradient_collectives() == sorted(step.planned)
-    assert step.schedule.notes == ()
-
-
+@pytest.mark.parametrize("spec", [GPU, TPU])
 @some_in_full(REPLICATED, quick=("naive", "bucketed"))
-def test_compiled_is_planned_on_gpus(steps, name):
-    step = steps(Case(GPU, name))
-    assert_as_planned(step, name)
+def test_compiled_is_planned(steps, spec, name):
+    planned, schedule = steps(spec, name)
+    assert (len(planned) == 1) == (name == "flat")
+    assert schedule.gradient_collectives() == sorted(planned)
+    assert schedule.notes == ()
     # From jax 0.11 on XLA leaves them to NCCL if the target's description has no NVLinks.
-    small = {one.kernel for one in step.schedule.collectives() if one.num_bytes <= 2**17}
-    assert small == {"TRITON_ONE_SHOT"}
-
-
-@on_tpus
-def test_compiled_is_planned_on_tpus(steps, name):
-    assert_as_planned(steps(Case(TPU, name)), name)
+    small = {one.kernel for one in schedule.collectives() if one.num_bytes <= 2**17}
+    assert small == {"TRITON_ONE_SHOT" if spec == GPU else ""}
 
 
 @pytest.mark.parametrize("spec", [GPU, pytest.param(TPU, marks=full)])
 @some_in_full(WAITING, quick=("naive",))
 def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name):
-    planned, schedule = steps(Case(spec, name))
+    planned, schedule = steps(spec, name)
     total = sum(num_bytes for _, num_bytes in planned)
     assert schedule.backward_end() > 0
     assert schedule.overlap() == Overlap(
@@ -128,7 +97,7 @@ def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name
 @pytest.mark.full
 @early_strategies
 def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
-    overlap = steps(Case(GPU, name, LARGE)).schedule.overlap()
+    overlap = steps(GPU, name, LARGE).schedule.overlap()
     # The head's gradient comes first, after its own 18 % of the backward; the embedding's, 27 % of the bytes, last.
     assert overlap.first_start_fraction < 0.25
     assert overlap.bytes_in_flight > 0.7 * overlap.num_bytes
@@ -140,7 +109,7 @@ def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
 @every_speed
 def test_the_others_expose_less_on_gpus(steps, name, gb_per_s):
     def exposed_s(name, latency_us):
-        return simulated(steps(Case(GPU, name, LARGE)), GPU, gb_per_s, latency_us).exposed_s
+        return simulated(steps(GPU, name, LARGE), GPU, gb_per_s, latency_us).exposed_s
 
     assert exposed_s(name, 15) < exposed_s("naive", 15)
     # Flat pays the latency of one call, which many calls hide only as far as the backward is long.
@@ -152,13 +121,13 @@ def test_the_others_expose_less_on_gpus(steps, name, gb_per_s):
 @on_tpus
 @every_speed
 def test_tpus_wait_for_every_collective_where_it_stands(steps, name, gb_per_s):
-    planned, schedule = steps(Case(TPU, name))
-    simulation = simulated(steps(Case(TPU, name)), TPU, gb_per_s)
+    planned, schedule = steps(TPU, name)
+    simulation, network = simulated(steps(TPU, name), TPU, gb_per_s), Network(gb_per_s)
     metrics = [(c.kind, c.num_bytes) for c in schedule.collectives() if c.is_metrics]
     assert not any(collective.is_async for collective in schedule.collectives())
     assert schedule.overlap().bytes_in_flight == 0
-    # rel: rounding of sums and differences of 22 numbers.
-    assert simulation.exposed_s == pytest.approx(seconds_by_formula([*planned, *metrics], gb_per_s), rel=1e-9)
+    by_formula_s = sum(network.seconds(kind, num_bytes, range(8)) for kind, num_bytes in [*planned, *metrics])
+    assert simulation.exposed_s == pytest.approx(by_formula_s, rel=1e-9)  # rounding of sums of 22 numbers
     assert simulation.communication_s == pytest.approx(simulation.exposed_s, rel=1e-9)
 
 
@@ -176,8 +145,8 @@ def test_collectives_need_not_wait_for_a_tpus_code():
 
 @pytest.mark.full
 def test_microbatches_are_sent_once_and_within_the_last_ones_backward(steps):
-    planned, schedule = steps(IN_PARTS)
-    assert planned == steps(Case(GPU, "bucketed", LARGE)).planned
+    planned, schedule = steps(GPU, "bucketed", LARGE, num_microbatches=3)
+    assert planned == steps(GPU, "bucketed", LARGE).planned
     assert schedule.gradient_collectives() == sorted(planned)
     overlap = schedule.overlap()
     assert overlap.first_start_fraction > 2 / 3  # after those before it
@@ -187,7 +156,7 @@ def test_microbatches_are_sent_once_and_within_the_last_ones_backward(steps):
 @pytest.mark.full
 def test_bucketed_comes_within_5_percent_of_the_lower_bound(steps):
     """Not by slower compute. Without latencies, which a step of 2 ms cannot hide."""
-    planned, schedule = steps(Case(GPU, "bucketed", LARGE))
+    planned, schedule = steps(GPU, "bucketed", LARGE)
     trainer, state, batch = trainer_and_inputs(GPU, LARGE, jaxddp.bucketed(BUCKET_MB[LARGE]))
     alone = targets.start_compile_without_communication(trainer, state, batch).result()
     assert_near_the_bound(schedule, planned, read_schedule(alone), latency_us=0)  # seen: 1.008, 1.029, 1.008 times

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,8 @@ from jax._src import xla_bridge
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxddp import gradient_collectives, targets
-from jaxddp.instruments.targets import (
-    TargetError,
-    TargetProgram,
-    check_installed,
-    compile_for_target,
-    mesh,
-    start_compile_for_target,
-    target_of,
-)
+from jaxddp.conftest import is_alive, wait_for
+from jaxddp.instruments.targets import TargetError, TargetProgram, target_of
 from jaxddp.mesh import data_mesh, platform_of
 from jaxddp.planning.chips import CHIPS, chip_of, target
 
@@ -49,23 +41,7 @@ def start(spec, function=None, args=None, **options):
         options |= {"in_shardings": (replicated, by_rank), "out_shardings": replicated, "donate_argnums": (0,)}
     else:
         options |= {"in_shardings": by_rank}
-    return start_compile_for_target(targets.target(spec), function or step, args, **options)
-
-
-def is_alive(pid):
-    """Whether a process is there and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition, timeout_s=30.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.01)
+    return targets.start_compile_for_target(targets.target(spec), function or step, args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +56,9 @@ def programs():
     return found
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(spec, marks=pytest.mark.full) for spec in OTHERS)])
 def test_a_program_for_devices_that_are_not_here_is_all_there_but_cannot_run(programs, spec):
-    assert_all_there(programs[spec], spec)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", OTHERS)
-def test_so_is_one_for_other_chips(spec):
-    assert_all_there(start(spec).result(), spec)
-
-
-def assert_all_there(program, spec):
+    program = programs.get(spec) or start(spec).result()
     assert isinstance(program, TargetProgram) and program.target.spec == spec
     assert f"num_partitions={program.target.num_devices}" in program.as_text().split("\n", 1)[0]
     assert gradient_collectives(program) == [("all-reduce", 4 * 32 * 64)]
@@ -167,14 +134,10 @@ def test_no_child_outlives_its_parent():
 
 
 @pytest.mark.parametrize(
-    ("spec", "hidden", "missing"),
-    [
-        ("h100:8", "nvidia", "the CUDA compiler"),
-        ("v5p:8", "libtpu", "the TPU compiler"),
-    ],
+    ("spec", "hidden", "missing"), [("h100:8", "nvidia", "the CUDA compiler"), ("v5p:8", "libtpu", "the TPU compiler")]
 )
 def test_a_missing_piece_names_the_extra(monkeypatch, spec, hidden, missing):
-    check_installed(targets.target(spec))
+    targets.check_installed(targets.target(spec))
     find_spec = targets.find_spec
     monkeypatch.setattr(targets, "find_spec", lambda name: None if name == hidden else find_spec(name))
     monkeypatch.setattr(targets, "which", lambda name: None)
@@ -187,25 +150,20 @@ def test_a_missing_piece_names_the_extra(monkeypatch, spec, hidden, missing):
 def test_shardings_of_another_mesh():
     sharding = NamedSharding(targets.mesh("h100:4"), PartitionSpec("data"))
     with pytest.raises(ValueError, match=r"^the mesh has 4 devices and 'h100:8' has 8$"):
-        compile_for_target(targets.target("h100:8"), jnp.sum, (jnp.ones(8),), in_shardings=sharding)
+        targets.compile_for_target(targets.target("h100:8"), jnp.sum, (jnp.ones(8),), in_shardings=sharding)
 
 
 @pytest.mark.parametrize(
-    ("spec", "canonical", "num_hosts", "num_devices", "topology"),
+    ("spec", "named"),
     [
-        ("h100:8", "h100:8", 1, 8, "1x1x8"),
-        ("h200:32", "h200:4x8", 4, 32, "1x4x8"),
-        ("v5p:512", "v5p:512", 128, 512, "8x8x8"),
+        ("h100:8", ("h100:8", 1, 8, "1x1x8")),
+        ("h200:32", ("h200:4x8", 4, 32, "1x4x8")),
+        ("v5p:512", ("v5p:512", 128, 512, "8x8x8")),
     ],
 )
-def test_every_way_to_name_a_target_gives_its_one_name(spec, canonical, num_hosts, num_devices, topology):
+def test_every_way_to_name_a_target_gives_its_one_name(spec, named):
     found = target(spec)
-    assert (found.spec, found.num_hosts, found.num_devices, found.topology) == (
-        canonical,
-        num_hosts,
-        num_devices,
-        topology,
-    )
+    assert (found.spec, found.num_hosts, found.num_devices, found.topology) == named
     assert target(found.spec) == found
 
 
@@ -215,15 +173,12 @@ def test_bad_names(spec):
         target(spec)
 
 
-def test_a_mesh_remembers_its_target():
-    found = mesh("h100:32", axis="ranks")
+def test_a_mesh_remembers_its_target_and_one_of_devices_has_none():
+    found = targets.mesh("h100:32", axis="ranks")
     assert dict(found.shape) == {"ranks": 32}
     assert found.axis_types == (AxisType.Auto,)
     assert target_of(found) == target("h100:4x8")
-    assert platform_of(found) == "gpu" and platform_of(mesh("v5p:8")) == "tpu"
-
-
-def test_a_mesh_of_devices_has_no_target_and_one_of_nothing_is_refused():
+    assert platform_of(found) == "gpu" and platform_of(targets.mesh("v5p:8")) == "tpu"
     assert target_of(data_mesh(2)) is None
     assert platform_of(data_mesh(2)) == jax.devices()[0].platform
     with pytest.raises(ValueError, match=r"has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh"):
