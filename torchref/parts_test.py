@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from torchref.passes_test import WRAPPERS
+from torchref.passes_test import optimizer_of, refused, wrap
 
 
 class Reads(nn.Module):
@@ -40,15 +40,6 @@ def rows():
     return torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 
 
-def refused(use):
-    """The message of a use that is refused."""
-    try:
-        use()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 READS = {
     "detach": lambda net, x: net.o(x) + net.a.bias.detach() + net.a(x),
     "linear": lambda net, x: F.linear(net.a(x), net.o.weight.T),
@@ -59,13 +50,12 @@ READS = {
 
 
 def reading():
-    found = {}
     for name, read in READS.items():
         for has_grad in (False, True):
             net = torchref.FSDP(Reads(read).double())
             with torch.set_grad_enabled(has_grad):
-                found[name, has_grad] = refused(lambda net=net: net(rows()))
-    return found
+                said = refused(lambda net=net: net(rows()), "shard_types")
+            assert "'a." in said or "'o." in said, (name, has_grad)
 
 
 def uses_of_a_shard():
@@ -87,7 +77,7 @@ def uses_of_a_shard():
         "functional": lambda: torch.func.functional_call(net.module, full, (x,)),
         "gradient of gradients": lambda: net(x).sum().backward(create_graph=True),
     }
-    return {name: refused(use) for name, use in uses.items()}
+    assert [name for name, use in uses.items() if not refused(use)] == []
 
 
 def shapes_and_averages():
@@ -99,115 +89,117 @@ def shapes_and_averages():
             parameter.mul_(2)
             average.mul_(0.5).add_(parameter, alpha=0.5)
             average.lerp_(parameter.detach(), 0.5)
-    pairs = zip(averages, net.parameters(), strict=True)
-    factors = {float((average / parameter.detach()).as_subclass(torch.Tensor).mean()) for average, parameter in pairs}
-    shapes = {name: tuple(full.shape) for name, full in net.gather_full_params().items()}
-    return [parameter.dim() for parameter in net.parameters()], factors, shapes
+            factor = float((average / parameter.detach()).as_subclass(torch.Tensor).mean())
+            assert abs(factor - 0.875) < 1e-6  # float32: the mean of 1.5 / 2 and of 1
+    assert [parameter.dim() for parameter in net.parameters()] == [2, 1]
+    assert {name: full.shape for name, full in net.gather_full_params().items()} == {"weight": (2, 4), "bias": (2,)}
 
 
-def another_order(differs):
+def another_order():
+    for differs in (False, True):
+        net = torchref.FSDP(Swapped().double())
+        x = rows() * (-1 if differs and dist.get_rank() else 1)
+        said = refused(lambda net=net, x=x: (net(x).sum().backward(), net.finish_gradient_synchronization()))
+        expected = "collective 0 of units (='all-gather of a' in rank 1) must be 'all-gather of b', as in"
+        assert said.startswith(expected) if differs else said == ""
+
+
+def an_optimizer_made_first():
+    """It trains as on one process; one that has stepped is refused."""
     torch.manual_seed(0)
-    net = torchref.FSDP(Swapped().double())
-    x = rows() * (-1 if differs and dist.get_rank() else 1)
-    return refused(lambda: (net(x).sum().backward(), net.finish_gradient_synchronization()))
+    for has_stepped in (False, True):
+        module = nn.Linear(4, 2, dtype=torch.float64)
+        alone = copy.deepcopy(module)
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (module, alone)]
+        if has_stepped:
+            module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizers[0].step()
+        net = torchref.FSDP(module)
+        for _ in range(1 if has_stepped else 3):
+            for one, optimizer in zip((net, alone), optimizers, strict=True):
+                optimizer.zero_grad()
+                one(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
+                if one is net:
+                    net.finish_gradient_synchronization()
+                words = ("state 'exp_avg' of 'weight'", "make the optimizer anew")
+                assert bool(refused(optimizer.step, *words)) == (has_stepped and one is net)
+        if not has_stepped:
+            check_weights(net, alone)
 
 
-def optimizer_made_first(has_stepped):
-    """A step of an optimizer made before wrapping, against one process."""
-    torch.manual_seed(0)
-    module = nn.Linear(4, 2, dtype=torch.float64)
-    alone = copy.deepcopy(module)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (module, alone)]
-    if has_stepped:
-        module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-        optimizers[0].step()
-    net = torchref.FSDP(module)
-    for _ in range(3):
-        for one, optimizer in zip((net, alone), optimizers, strict=True):
-            optimizer.zero_grad()
-            one(torch.ones(1, 4, dtype=torch.float64)).square().sum().backward()
-            if one is net:
-                net.finish_gradient_synchronization()
-            if said := refused(optimizer.step):
-                return said
+def check_weights(net, alone):
     full = net.gather_full_params()
-    return max((full[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
+    for name, parameter in alone.named_parameters():
+        assert (full[name] - parameter).abs().max() <= 1e-12  # float64: the order of sums
 
 
-def difference_after_a_step(net, forward, alone):
-    """The largest between the wrapper's weights and one process's."""
-    tx = net if net.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
+def check_a_step(net, forward, alone):
+    """Against one process."""
+    tx = optimizer_of(net)
     forward(rows()[dist.get_rank() :: 2]).square().sum().backward()
     net.finish_gradient_synchronization()
     tx.step()
     (alone(rows()).square().sum() / 2).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    full = net.gather_full_params()
-    return max((full[name] - parameter).abs().max().item() for name, parameter in alone.named_parameters())
+    check_weights(net, alone)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def halved(name):
     """Hooks on the parameters, put there after wrapping, halve each gradient; against one process."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    alone = copy.deepcopy(module)
-    cls, options = WRAPPERS[name]
-    net = cls(module, **options)
+    module, alone = mlp(), mlp()
+    net = wrap(name, module)
 
     def halve(parameter):
         parameter.grad.data.mul_(0.5)
 
     for one in (module, alone):
         for parameter in one.parameters():
-            if said := refused(lambda parameter=parameter: parameter.register_post_accumulate_grad_hook(halve)):
-                return said
-    return difference_after_a_step(net, net, alone)
+            register = parameter.register_post_accumulate_grad_hook
+            if refused(lambda register=register: register(halve), "register_post_accumulate_grad_hook of '0.weight'"):
+                assert name == "zero3"
+                return
+    check_a_step(net, net, alone)
 
 
 def forward_hooks():
-    """Hooks that return nothing: one that does nothing, and one that reads a weight."""
-    found = []
-    for hook in (lambda *_: None, lambda module, _, output: output.data.add_(module.bias.data)):
+    """One that does nothing, and one that reads a weight."""
+    for hook, reads in ((lambda *_: None, False), (lambda module, _, output: output.data.add_(module.bias.data), True)):
         net = torchref.FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double())
         expected = net(rows())
         net.module[0].register_forward_hook(hook)
-        found.append(refused(lambda net=net, expected=expected: torch.testing.assert_close(net(rows()), expected)))
-    return found
+        said = refused(lambda net=net, expected=expected: torch.testing.assert_close(net(rows()), expected))
+        assert "'0.bias'" in said if reads else said == ""
 
 
 def wrapped_otherwise(name):
     """Pickling, a scaler, and an optimizer of the module beside the wrapper's own."""
-    cls, options = WRAPPERS[name]
     module = nn.Linear(3, 2)
     before = torch.optim.SGD(module.parameters(), lr=0.1)
-    net = cls(module, **options)
-    said = [refused(lambda: torch.save(net, io.BytesIO()))]
+    net = wrap(name, module)
+    assert refused(lambda: torch.save(net, io.BytesIO()))
     net(torch.ones(1, 3)).sum().backward()
     net.finish_gradient_synchronization()
     if net.owns_optimizer:
-        said.append(refused(before.step))
+        assert refused(before.step)
     if net.owns_optimizer or name == "zero3":
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        said.append(refused(lambda: scaler.step(net if net.owns_optimizer else before)))
-    return said
+        assert refused(lambda: scaler.step(net if net.owns_optimizer else before))
 
 
-def compiled_in_each_way():
-    return {way: compiled(way) for way in ("around", "within", "module.compile")}
-
-
-def compiled(way):
-    """Under torch.compile, one step against one process; or what is refused."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    alone = copy.deepcopy(module)
-    if way == "module.compile":
-        module.compile(backend="eager")
-    if way != "around":
-        return refused(lambda: torchref.FSDP(torch.compile(module, backend="eager") if way == "within" else module))
-    net = torchref.FSDP(module)
-    return difference_after_a_step(net, torch.compile(net, backend="eager"), alone)
+def compiled():
+    """Around the wrapper it is right, and within it is refused."""
+    net = torchref.FSDP(mlp())
+    check_a_step(net, torch.compile(net, backend="eager"), mlp())
+    assert refused(lambda: torchref.FSDP(torch.compile(mlp(), backend="eager")), "is compiled")
+    module = mlp()
+    module.compile(backend="eager")
+    assert refused(lambda: torchref.FSDP(module), "is compiled")
 
 
 def without_weights():
@@ -217,72 +209,30 @@ def without_weights():
     zero1.finish_gradient_synchronization()
     net = torchref.FSDP(nn.Linear(3, 2))
     changed = {name: torch.zeros(2, *shape) for name, shape in (("module.weight", (3,)), ("module.bias", ()))}
-    return [
-        refused(lambda: torch.func.functional_call(net, changed, (torch.ones(1, 3),))),
-        refused(lambda: torch.autograd.grad(net(torch.ones(1, 3)).sum(), list(net.parameters()), create_graph=True)),
-        refused(lambda: torchref.FSDP(nn.Linear(3, 2, device="meta"))),
-    ]
+    assert refused(lambda: torch.func.functional_call(net, changed, (torch.ones(1, 3),)))
+    assert refused(lambda: torch.autograd.grad(net(torch.ones(1, 3)).sum(), list(net.parameters()), create_graph=True))
+    assert refused(lambda: torchref.FSDP(nn.Linear(3, 2, device="meta")))
 
 
 # In the test process
 
 
-def test_reading_a_parameter_outside_of_its_modules_forward_is_refused(ranks):
-    for found in ranks.run(reading, num_ranks=2):
-        for said in found.values():
-            assert "shard_types" in said and ("'a." in said or "'o." in said) and "\n" not in said, found
-
-
-def test_what_would_see_a_part_is_refused(ranks):
-    for found in ranks.run(uses_of_a_shard, num_ranks=2):
-        assert all(said and "\n" not in said for said in found.values()), found
-
-
-def test_what_is_the_same_on_a_part_is_allowed(ranks):
-    for dims, factors, shapes in ranks.run(shapes_and_averages, num_ranks=2):
-        assert dims == [2, 1]
-        assert all(abs(factor - 0.875) < 1e-6 for factor in factors)  # float32: the mean of 1.5 / 2 and of 1
-        assert shapes == {"weight": (2, 4), "bias": (2,)}
-
-
-def test_ranks_that_use_units_in_another_order_are_refused(ranks):
-    assert ranks.run(another_order, False, num_ranks=2) == ["", ""]
-    for said in ranks.run(another_order, True, num_ranks=2):
-        assert said.startswith("collective 0 of units (='all-gather of a' in rank 1) must be 'all-gather of b', as in")
-
-
-def test_an_optimizer_made_before_wrapping_trains(ranks):
-    assert max(ranks.run(optimizer_made_first, False, num_ranks=2)) <= 1e-12  # float64: the order of sums
-    for said in ranks.run(optimizer_made_first, True, num_ranks=2):
-        assert "state 'exp_avg' of 'weight'" in said and "make the optimizer anew" in said
+@pytest.mark.parametrize(
+    "check",
+    [
+        reading, uses_of_a_shard, shapes_and_averages, another_order, an_optimizer_made_first, forward_hooks, compiled,
+        without_weights,
+    ],
+)  # fmt: skip
+def test_a_shard_answers_as_the_whole_or_refuses(ranks, check):
+    ranks.run(check, num_ranks=2)
 
 
 @pytest.mark.parametrize("name", ["naive", "bucketed", "zero1", "zero2", "zero3"])
 def test_hooks_on_parameters_come_before_the_reduction_or_are_refused(ranks, name):
-    for found in ranks.run(halved, name, num_ranks=2):
-        if name == "zero3":
-            assert "register_post_accumulate_grad_hook of '0.weight'" in found
-        else:
-            assert found <= 1e-12  # float64: the order of sums
-
-
-def test_forward_hooks_that_return_nothing(ranks):
-    for looked, read in ranks.run(forward_hooks, num_ranks=2):
-        assert looked == "" and "'0.bias'" in read
+    ranks.run(halved, name, num_ranks=2)
 
 
 @pytest.mark.parametrize("name", ["bucketed", "zero1", "zero3"])
 def test_wrappers_refuse_what_they_cannot_do_in_one_line(ranks, name):
-    for said in ranks.run(wrapped_otherwise, name, num_ranks=2):
-        assert all(one and "\n" not in one for one in said), said
-
-
-def test_compiled_around_it_is_right_and_within_it_is_refused(ranks):
-    for found in ranks.run(compiled_in_each_way, num_ranks=2):
-        assert found.pop("around") <= 1e-12  # float64: the order of sums
-        assert all("is compiled" in said and "\n" not in said for said in found.values())
-
-
-def test_meta_learning_and_the_meta_device_are_refused_in_one_line(ranks):
-    for said in ranks.run(without_weights, num_ranks=2):
-        assert all(one and "\n" not in one for one in said), said
+    ranks.run(wrapped_otherwise, name, num_ranks=2)

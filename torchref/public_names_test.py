@@ -12,9 +12,7 @@ import torchref
 
 def test_names_for_type_checkers_are_those_that_are_loaded():
     tree = ast.parse(Path(torchref.__file__).read_text())
-    (block,) = (
-        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-    )
+    (block,) = (one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
     declared = {
         alias.name: "." * node.level + (node.module or "")
         for node in block.body

@@ -6,21 +6,15 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
+from torchref.passes_test import strategy_of
 from torchref.replicas import ReplicaError, _checksum, check_replicas
 
 
 def trainer_of(strategy):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    if torchref.STRATEGIES[strategy].owns_optimizer:
-        net = torchref.make_strategy(strategy, module, optimizer_cls=torch.optim.Adam, lr=0.1)
-        return torchref.Trainer(loss_fn, net, net)
-    net = torchref.make_strategy(strategy, module)
-    return torchref.Trainer(loss_fn, torch.optim.Adam(net.parameters(), lr=0.1), net)
-
-
-def loss_fn(net, batch):
-    return net(batch["x"]).square().mean()
+    net, optimizer = strategy_of(strategy, module, torch.optim.Adam, lr=0.1)
+    return torchref.Trainer(lambda net, batch: net(batch["x"]).square().mean(), optimizer, net)
 
 
 def flipped(strategy, place, faulty):
@@ -45,19 +39,18 @@ def flipped(strategy, place, faulty):
     return None
 
 
-FLIPS = [
-    ("bucketed", "weight", "params.2.weight"),
-    ("bucketed", "moment", "state.exp_avg.2.weight"),
-    ("zero1", "weight", "params.2.weight"),
-    ("zero3", "norm", "params.1.weight"),
-    ("zero2", "buffer", "buffers.1.running_var"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "place", "name"), FLIPS)
+@pytest.mark.parametrize(
+    ("strategy", "place", "name"),
+    [
+        ("bucketed", "weight", "params.2.weight"),
+        ("bucketed", "moment", "state.exp_avg.2.weight"),
+        ("zero1", "weight", "params.2.weight"),
+        ("zero3", "norm", "params.1.weight"),
+        ("zero2", "buffer", "buffers.1.running_var"),
+    ],
+)
 def test_a_flipped_bit_is_named_on_every_rank(ranks, strategy, place, name):
-    for found in ranks.run(flipped, strategy, place, (1,), num_ranks=3):
-        message, *rest = found
+    for message, *rest in ranks.run(flipped, strategy, place, (1,), num_ranks=3):
         assert rest == [name, (1,), 0]
         assert message.startswith(f"{name} of rank 1 differs from what most ranks hold after step 1")
 

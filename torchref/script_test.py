@@ -30,14 +30,8 @@ def run_script(tmp_path, text):
     script = tmp_path / "script.py"
     script.write_text(text)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen([sys.executable, str(script)], env=env, **options)
 
 
 def next_words(process, first):

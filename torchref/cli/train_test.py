@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -184,8 +185,7 @@ def test_ranks_that_differ_end_the_run_and_are_not_saved(ranks, text, tmp_path):
     assert names_in(tmp_path / "ck") == ["4"]
 
 
-TRAIN = [sys.executable, "-m", "torchref", "train"]
-ARGUMENTS = "--devices 2 --model byte_shallow --steps 16 --batch-size 2 --checkpoint-every 4 --resume"
+TRAIN = [sys.executable, *"-m torchref train --devices 2 --model byte_shallow --steps 100000".split()]
 
 
 def wait_for(path, seconds=100):
@@ -198,10 +198,8 @@ def wait_for(path, seconds=100):
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
-    arguments = f"{ARGUMENTS} --checkpoint".replace("--steps 16", "--steps 100000").split()
-    with subprocess.Popen(
-        [*TRAIN, *arguments, tmp_path / "ck"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    arguments = [*TRAIN, *"--batch-size 2 --checkpoint-every 4 --resume --checkpoint".split(), tmp_path / "ck"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         wait_for(tmp_path / "ck" / "4")
         process.send_signal(number)
         output, _ = process.communicate(timeout=100)
@@ -212,8 +210,6 @@ def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
 
 
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

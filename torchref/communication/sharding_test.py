@@ -19,11 +19,9 @@ def tensors():
 
 
 def test_a_tensor_is_cut_along_the_first_dimension_that_divides():
-    found = {name: cut(shape, 4) for name, shape in SHAPES.items()}
-    dims = {name: one.dim for name, one in found.items()}
-    assert dims == {"matrix": None, "even": 1, "second": 1, "small": None, "scalar": None, "empty": None}
-    shapes = [found[name].shard_shape for name in SHAPES]
-    assert shapes == [(1, 9), (6, 1), (5, 3), (1,), (1,), (1, 0)]
+    found = [cut(shape, 4) for shape in SHAPES.values()]
+    assert [one.dim for one in found] == [None, 1, 1, None, None, None]
+    assert [one.shard_shape for one in found] == [(1, 9), (6, 1), (5, 3), (1,), (1,), (1, 0)]
 
 
 @ranks

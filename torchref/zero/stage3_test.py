@@ -11,6 +11,7 @@ from torch import nn
 import torchref
 from torchref.communication import sharding
 from torchref.communication.collectives import record
+from torchref.passes_test import refused
 
 
 class Tied(nn.Module):
@@ -78,15 +79,16 @@ def shards_and_gradients(compute_dtype):
 
 
 def own_types():
-    """Only modules of the given types are sharded; a type may be the whole model's own."""
-    shapes = []
-    for types in ((nn.RMSNorm,), (Tied, nn.RMSNorm), (nn.Module,)):
-        net = torchref.FSDP(tied(), shard_types=types)
-        shapes.append({name: tuple(parameter.shape) for name, parameter in net.module.named_parameters()})
-    root = torchref.FSDP(nn.Linear(4, 6))
-    shapes.append({name: tuple(parameter.shape) for name, parameter in root.module.named_parameters()})
-    assert list(root.gather_full_params()) == ["weight", "bias"]
-    return shapes
+    """Only modules of the given types are sharded; a type may be the whole model's own, and the model one of them."""
+    norm_only = {"embedding.weight": (7, 4), "norm.weight": (2,), "head.bias": (7,)}
+    for net, expected in (
+        (torchref.FSDP(tied(), shard_types=(nn.RMSNorm,)), norm_only),
+        (torchref.FSDP(tied(), shard_types=(Tied, nn.RMSNorm)), norm_only),  # the model has none of its own
+        (torchref.FSDP(tied(), shard_types=(nn.Module,)), {**norm_only, "embedding.weight": (7, 2), "head.bias": (4,)}),
+        (torchref.FSDP(nn.Linear(4, 6)), {"weight": (3, 4), "bias": (3,)}),
+    ):
+        assert {name: parameter.shape for name, parameter in net.module.named_parameters()} == expected
+    assert list(net.gather_full_params()) == ["weight", "bias"]
 
 
 def multihead_attention():
@@ -98,23 +100,20 @@ def multihead_attention():
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
     sharded = [name for name, p in module.named_parameters() if p.shape != alone.get_parameter(name).shape]
     assert sharded == ["linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"]
-    difference = (net(x) - alone(x)).abs().max()
-    with torch.no_grad():
-        return max(difference, (net.eval()(x) - alone.eval()(x)).abs().max()).item()
+    torch.testing.assert_close(net(x), alone(x), rtol=0, atol=1e-12)  # float64
+    with torch.no_grad():  # torch's fast path sums otherwise
+        torch.testing.assert_close(net.eval()(x), alone.eval()(x), rtol=0, atol=1e-12)
 
 
 def bad_input():
-    with pytest.raises(
-        ValueError, match=r"module \(=Tied\) must have parameters in modules of shard_types \(=Conv1d\)"
-    ):
-        torchref.FSDP(tied(), shard_types=(nn.Conv1d,))
     shared = nn.Sequential(linear := nn.Linear(4, 4), Functional(linear))
-    with pytest.raises(ValueError, match="parameter '0.weight' is shared with a Functional, which is not sharded: add"):
-        torchref.FSDP(shared)
-    with pytest.raises(ValueError, match=r"parameter 'weight_ih_l0' cannot be sharded: LSTM\(2, 3\) keeps or changes"):
-        torchref.FSDP(nn.LSTM(2, 3), shard_types=(nn.LSTM,))
-    with pytest.raises(ValueError, match=r"parameter 'weight' cannot be sharded: Embedding\(.*\) keeps or changes"):
-        torchref.FSDP(nn.Embedding(4, 2, max_norm=1.0))
+    for module, options, said in (
+        (tied(), {"shard_types": (nn.Conv1d,)}, "module (=Tied) must have parameters in modules of shard_types (=Conv"),
+        (shared, {}, "parameter '0.weight' is shared with a Functional, which is not sharded: add"),
+        (nn.LSTM(2, 3), {"shard_types": (nn.LSTM,)}, "parameter 'weight_ih_l0' cannot be sharded: LSTM(2, 3) keeps"),
+        (nn.Embedding(4, 2, max_norm=1.0), {}, "parameter 'weight' cannot be sharded: Embedding("),
+    ):
+        assert refused(lambda module=module, options=options: torchref.FSDP(module, **options), said)
 
 
 # In the test process
@@ -138,37 +137,24 @@ def test_computing_in_bfloat16_with_float32_shards(ranks):
         assert ("all-reduce", 4 * 4) in issued
 
 
-def test_shard_types_select_what_is_sharded(ranks):
-    for norm_only, with_the_model, everything, root in ranks.run(own_types, num_ranks=2):
-        assert norm_only == {"embedding.weight": (7, 4), "norm.weight": (2,), "head.bias": (7,)}
-        assert with_the_model == norm_only  # the model has no parameters of its own
-        assert everything == {"embedding.weight": (7, 2), "norm.weight": (2,), "head.bias": (4,)}
-        assert root == {"weight": (3, 4), "bias": (3,)}
+@pytest.mark.parametrize("check", [own_types, multihead_attention, bad_input])
+def test_what_is_sharded_replicated_and_refused(ranks, check):
+    ranks.run(check, num_ranks=2)
 
 
-def test_a_layer_that_is_used_without_being_called_is_replicated(ranks):
-    assert max(ranks.run(multihead_attention, num_ranks=2)) < 1e-12  # float64; torch's fast path sums otherwise
-
-
-def test_bad_input(ranks):
-    ranks.run(bad_input, num_ranks=2)
-
-
-def step_of_one_rank(then, finishes):
-    """A pass on one rank, finished or not, another one, and a step."""
-    torch.manual_seed(0)
+def step_of_one_rank(finishes):
+    """A pass on one rank is not finished, or is and another one comes after it."""
     net = torchref.FSDP(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(torch.ones(2, 3)).sum().backward()
     if finishes:
         net.finish_gradient_synchronization()
-    if then == "quiet pass":
         with net.no_sync():
             net(torch.ones(2, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^gradients are of this rank alone: call finish_grad"):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("then", "finishes"), [("quiet pass", True), ("nothing", False)])
-def test_one_rank_too_must_finish_its_gradients(ranks, then, finishes):
-    ranks.run(step_of_one_rank, then, finishes, num_ranks=1)
+@pytest.mark.parametrize("finishes", [True, False])
+def test_one_rank_too_must_finish_its_gradients(ranks, finishes):
+    ranks.run(step_of_one_rank, finishes, num_ranks=1)
