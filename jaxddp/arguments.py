@@ -95,15 +95,6 @@ def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
             raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")
 
 
-def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
-    """The length of the equal parts of dimension 0, one a rank."""
-    if not shape:
-        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
-    if shape[0] % num_ranks:
-        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
-    return shape[0] // num_ranks
-
-
 def is_number(value: Any) -> bool:
     """Whether a value is a real number; True, strings and arrays of several elements are none."""
     if isinstance(value, (bool, str, bytes)):

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
-from ..arguments import check_kind
-
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
@@ -242,6 +240,15 @@ def chunk_elements(num_elements: int, num_ranks: int) -> int:
     return -(-num_elements // num_ranks)
 
 
+def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
+    """The length of the equal parts of dimension 0, one a rank."""
+    if not shape:
+        raise ValueError(f"shape (={tuple(shape)}) must have a dimension 0 to cut or join along")
+    if shape[0] % num_ranks:
+        raise ValueError(f"dimension 0 (={shape[0]}) must be divisible by num_ranks (={num_ranks})")
+    return shape[0] // num_ranks
+
+
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:
     """Computes the length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
     return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
@@ -249,10 +256,10 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Leaves out tensors without elements, and refuses a name that occurs twice."""
-    check_kind("tensors", tensors, Iterable, "a sequence of TensorSpec")
     checked: dict[str, TensorSpec] = {}
-    for tensor in tensors:
-        check_kind("tensor", tensor, TensorSpec, "a TensorSpec")
+    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
+        if not isinstance(tensor, TensorSpec):
+            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
         if tensor.name in checked:
             raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
         if tensor.num_elements > 0:

@@ -37,8 +37,9 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
 
-from ..arguments import check_pairs, check_root, length_of_chunk
+from ..arguments import check_pairs, check_root
 from . import gloo
+from .buckets import length_of_chunk
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or of several, whose ranks are numbered in that order."""

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arguments import length_of_chunk
+from .buckets import length_of_chunk
 from .collectives import _check_call, send_recv
 
 

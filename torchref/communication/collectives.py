@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from jaxddp.arguments import check_pairs, check_root, length_of_chunk
+from jaxddp.arguments import check_pairs, check_root
+from jaxddp.communication.buckets import length_of_chunk
 
 _Group: TypeAlias = ProcessGroup | None
 

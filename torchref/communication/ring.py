@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from jaxddp.arguments import length_of_chunk
+from jaxddp.communication.buckets import length_of_chunk
 
 from .collectives import send_recv
 
