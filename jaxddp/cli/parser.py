@@ -8,6 +8,7 @@ runs, so that ``--help`` is fast.
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     for module in modules:
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)
+    gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:
         status = parsed.run(parsed)
     except tuple(_STATUSES) as error:
