@@ -69,8 +69,8 @@ def read_file(path: str | Path) -> list[Output]:
     try:
         is_json = text.lstrip().startswith("{")
         found = [_of_json(json.loads(text))] if is_json else read_text(text, PROGRAMS[named[1]] if named else "")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON, and lacks {error}") from error
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
     for output in found:
         missing = (
             "the name of its program" if not output.collective
