@@ -9,7 +9,6 @@
     training models checkpoint        the trainer, models to train, checkpoints and weights
     mesh.py tree.py layout.py         ranks; names of leaves; where leaves lie over the ranks
     loss.py metrics.py                what a loss function returns, and what is measured of examples
-    clipping.py                       clipping by the global norm, of shards too
     processes                         the job of a launcher: joining it, and ending it when a process is lost
     scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
     network sizes.py                  how long a collective takes; sizes of the transformer: no framework
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from . import network as network
     from . import parity as parity
     from .checkpoint import Checkpoints as Checkpoints
-    from .clipping import clip_by_global_norm as clip_by_global_norm
     from .communication import hooks as hooks
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
@@ -66,6 +64,8 @@ if TYPE_CHECKING:
     from .training.own_loop import plan_gradients as plan_gradients
     from .training.own_loop import sync_gradients as sync_gradients
     from .training.own_loop import value_and_grad as value_and_grad
+    from .training.shard_optimizer import shard_optimizer as shard_optimizer
+    from .training.shard_optimizer import sharded_specs as sharded_specs
     from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
@@ -76,8 +76,6 @@ if TYPE_CHECKING:
     from .zero import zero1 as zero1
     from .zero import zero2 as zero2
     from .zero import zero3 as zero3
-    from .zero.shard_optimizer import shard_optimizer as shard_optimizer
-    from .zero.shard_optimizer import sharded_specs as sharded_specs
 
 _NAMES = {
     ".checkpoint": ("Checkpoints",),
@@ -93,8 +91,7 @@ _NAMES = {
     ".training.own_loop": ("plan_gradients", "sync_gradients", "jit", "value_and_grad"),
     ".ddp": ("naive", "flat", "overlapped", "bucketed"),
     ".zero": ("layer", "zero1", "zero2", "zero3"),
-    ".clipping": ("clip_by_global_norm",),
-    ".zero.shard_optimizer": ("shard_optimizer", "sharded_specs"),
+    ".training.shard_optimizer": ("shard_optimizer", "sharded_specs"),
     ".training.train": ("NonFiniteError", "Trainer", "TrainState", "check_replicas"),
     ".processes.replicas": ("ReplicaError",),
     ".training.xla": ("compile_options",),

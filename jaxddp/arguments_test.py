@@ -57,7 +57,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "min_shard_elements": lambda value: jaxddp.zero3(min_shard_elements=value),
     "make_strategy": jaxddp.make_strategy,
     "layer": jaxddp.layer,
-    "clip_by_global_norm": jaxddp.clip_by_global_norm,
+    "max_grad_norm": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), "data", max_grad_norm=value),
     "shard_optimizer": lambda value: jaxddp.shard_optimizer(value, "data"),
     "axis": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), value),
     "plan_gradients": lambda value: jaxddp.plan_gradients(value, jax.grad(loss_fn), PARAMS, BATCH),

@@ -15,7 +15,7 @@ FLOORS = (
     ("cli", "__main__", "pytest_plugin"),
     ("instruments",),
     ("planning",),
-    ("communication", "ddp", "zero", "training", "models", "checkpoint", "clipping", "strategy", "registry",
+    ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry",
      "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
      "flax", "parity", "step_parity", "first_difference", "scopes", "plain", "network", "sizes", "table",
      "environment", "processes"),

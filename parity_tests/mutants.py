@@ -111,7 +111,7 @@ MUTANTS = {
     ),
     # norms
     "gradients below the norm are scaled up": Mutant(
-        _STEP, "jnp.minimum(1.0, run.max_grad_norm /", "(run.max_grad_norm /", (_MOMENTUM,)
+        _STEP, "jnp.minimum(1.0, max_norm / norm)", "max_norm / norm", (_MOMENTUM,)
     ),
     "the norm of one rank's shards": Mutant(
         _STEP, "squares = lax.psum(squares, layout.ranks.shard_axis)", "pass", ("jaxddp/zero/hybrid_test.py",)

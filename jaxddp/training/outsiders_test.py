@@ -281,17 +281,6 @@ def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strate
     np.testing.assert_allclose(trainer.evaluate(trainer.init(averaged), batch), expected, rtol=1e-5)  # in float32
 
 
-@each_strategy
-def test_clipping_takes_a_norm_from_inject_hyperparams(strategy):
-    def optimizer(clip):
-        return optax.chain(optax.inject_hyperparams(clip)(max_norm=0.1), optax.sgd(0.1))
-
-    trainer = make(strategy, optimizer=optimizer(jaxddp.clip_by_global_norm))
-    state, _ = trainer.step(trainer.init(PARAMS), BATCH)
-    expected = on_one_device(loss_fn, PARAMS, [BATCH], optimizer(optax.clip_by_global_norm))
-    assert_close(trainer.params(state), expected)
-
-
 @pytest.mark.parametrize("strategy", [LEAVES, jaxddp.zero1(), SHARDED], ids=["leaves", "zero1", "zero3"])
 def test_what_an_optimizer_of_no_updates_leaves_out_is_not_planned(strategy):
     trainer = make(strategy, optimizer=optax.set_to_zero())

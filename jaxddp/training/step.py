@@ -160,8 +160,7 @@ def train_step(
     with jax.named_scope(OPTIMIZER_SCOPE):  # by this name, instruments tell updates from the backward
         grads = means.grads
         if run.max_grad_norm is not None:
-            scale = jnp.minimum(1.0, run.max_grad_norm / metrics["grad_norm"])  # optax's formula; torch adds 1e-6
-            grads = {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
+            grads = clip_to_norm(grads, metrics["grad_norm"], run.max_grad_norm)
         grads = {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
@@ -213,6 +212,12 @@ def global_norm(means: Means, layout: Layout) -> jax.Array:
     if layout.cuts and layout.ranks.num_shards > 1:  # each rank has squared its own shards
         squares = lax.psum(squares, layout.ranks.shard_axis)
     return jnp.sqrt(squares + full)
+
+
+def clip_to_norm(grads: dict[str, jax.Array], norm: jax.Array, max_norm: float) -> dict[str, jax.Array]:
+    """Scales gradients of a norm down to another one, by optax's formula; torch's adds 1e-6 to the norm."""
+    scale = jnp.minimum(1.0, max_norm / norm)
+    return {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
 
 
 def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:

@@ -4,7 +4,6 @@ stages_1_and_2.py, stage3.py             the strategies: sharded optimizer state
 layers.py, gather.py, ordering.py        stage 3: units, their gathers and scatters, and how many are in flight
 owners.py                                stages 1 and 2: owners of whole parameters
 elementwise.py                           which optimizers can run on shards, and how their state lies
-shard_optimizer.py                       stage 1 as an optax transformation
 """
 
 from .layers import layer as layer

@@ -36,11 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..clipping import GLOBAL_NORM, on_full, on_shards
 from ..interpreter import TRANSPARENT, called_program, interpret
 from ..layout import Leaf
 from ..replicated import find_mirror
-from ..strategy import Optimizer, Ranks, of_optax
+from ..strategy import Optimizer, of_optax
 from ..tree import named_leaves, path_name
 
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
@@ -68,13 +67,12 @@ _REFUSAL = (
 )
 
 
-def shard_state(optimizer: Any, updated: Any, ranks: Ranks) -> tuple[Any, Optimizer]:
+def shard_state(optimizer: Any, updated: Any) -> tuple[Any, Optimizer]:
     """Lays out the state of an optimizer of shards, and makes it run there.
 
     Args:
         optimizer: An optax transformation.
         updated: The trained parameters, a tree of ``Leaf``, some of them cut.
-        ranks: The ranks.
 
     Returns:
         A tree of ``Leaf`` like the state, and the optimizer.
@@ -84,9 +82,7 @@ def shard_state(optimizer: Any, updated: Any, ranks: Ranks) -> tuple[Any, Optimi
     """
     state = shard_leaves(optimizer, updated)
     check_elementwise(optimizer, updated, state)
-    on_rank = on_shards(ranks.shard_axis, {name: leaf.cut for name, leaf in named_leaves(updated).items()})
-    inner = of_optax(optimizer)
-    return state, Optimizer(on_rank(inner.init), on_rank(inner.step))
+    return state, of_optax(optimizer)
 
 
 def shard_leaves(optimizer: optax.GradientTransformation, params: Any) -> Any:
@@ -131,8 +127,7 @@ def check_elementwise(optimizer: optax.GradientTransformation, params: Any, stat
         ValueError: If an update or the state depends on elements at other places, or on shapes.
     """
     expressions = _Expressions()
-    with on_full(jax.tree.map(_full, params)):
-        full = _outputs(optimizer, params, state, _full, expressions)
+    full = _outputs(optimizer, params, state, _full, expressions)
     with _blaming_shapes():
         on_shards = _outputs(optimizer, params, state, _shard, expressions)
         for (label, *computation), (_, *on_shard) in zip(full, on_shards, strict=True):
@@ -208,8 +203,6 @@ class _Expressions:
         name, params, operands = equation.primitive.name, equation.params, self._values(equation.invars, inputs)
         shapes = tuple(atom.aval.shape for atom in equation.invars)
         out_shapes = [var.aval.shape for var in equation.outvars]
-        if params.get("name") == GLOBAL_NORM:
-            return [_Value(_Kind.UNIFORM, self.number(GLOBAL_NORM, *(value.number for value in operands)))]
         if name in _WRAPPERS:
             return self.follow(called_program(equation), operands)
         if name == "optimization_barrier":
@@ -300,7 +293,7 @@ def _outputs(
             label, value = f"its {what} {path_name(path)!r}", next(values)
             if value.kind not in (_Kind.UNIFORM, _Kind.POSITIONAL if leaf.cut is None else _Kind.ALIGNED):
                 cause = value.cause or "elements of a parameter that it does not mirror"
-                clip = "; if it clips, jaxddp.clip_by_global_norm does so on shards" if "(reduce_sum)" in cause else ""
+                clip = "; to clip by the global norm, set max_grad_norm" if "(reduce_sum)" in cause else ""
                 raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + clip)
             found.append((label, value.number, struct.shape == part(leaf).shape))
     return found

@@ -148,7 +148,7 @@ def test_the_fullest_rank_is_what_is_said():
 
 
 COUPLED = {
-    "clipping": (optax.chain(jaxddp.clip_by_global_norm(1.0), optax.adam(0.1)), "depends on 'a.kernel'"),
+    "clipping": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "depends on 'a.kernel'"),
     "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), "depends on 'a.kernel'"),
     "prodigy": (contrib.prodigy(), "depends on"),
     "a neighbour": (

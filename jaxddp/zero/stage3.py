@@ -96,7 +96,7 @@ def layout_params(
         return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0], ranks)
+    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
     return Layout(ranks, updated, updated, state, on_shards, trainable=trainable)
 
 

@@ -123,7 +123,7 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
     """Every rank has all parameters, and a shard of what the optimizer updates."""
     updated = cut_leaves(params, ranks.num_shards)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0], ranks)
+    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
     return Layout(ranks, params, updated, state, on_shards, trainable=trainable)
 
 

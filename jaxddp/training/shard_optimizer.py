@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from ..arguments import check_axis, check_integer, check_leaves, check_optimizer
-from ..clipping import on_shards
+from ..arguments import check_axis, check_integer, check_leaves, check_optimizer, check_positive
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size
 from ..communication.reduction import check_grads
@@ -21,11 +20,16 @@ from ..communication.sharding import Cut
 from ..layout import whole
 from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
-from .stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
+from ..zero.stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
+from .step import clip_to_norm, global_norm
 
 
 def shard_optimizer(
-    optimizer: optax.GradientTransformation, axis: str, *, bucket_mb: BucketMb = "default"
+    optimizer: optax.GradientTransformation,
+    axis: str,
+    *,
+    bucket_mb: BucketMb = "default",
+    max_grad_norm: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each rank keeps and updates 1/N of its state.
 
@@ -42,9 +46,10 @@ def shard_optimizer(
     ``jaxddp.compile_options(jaxddp.zero1(), platform)``, or XLA merges the buckets.
 
     Args:
-        optimizer: Element-wise; chain ``jaxddp.clip_by_global_norm`` to clip.
+        optimizer: Element-wise.
         axis: Name of the mesh axis.
         bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
+        max_grad_norm: Clips the global norm of the averaged gradient to this value.
 
     Returns:
         The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
@@ -68,6 +73,8 @@ def shard_optimizer(
     """
     check_optimizer(optimizer)
     check_axis(axis)
+    if max_grad_norm is not None:
+        check_positive("max_grad_norm", max_grad_norm)
     optimizer = optax.with_extra_args_support(optimizer)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
 
@@ -75,11 +82,11 @@ def shard_optimizer(
         found = _layout(optimizer, axis, params)
         return found.optimizer.init(_shards_of(params, found.cuts, axis))
 
-    return optax.GradientTransformationExtraArgs(init, partial(_update, optimizer, axis, bucket_mb))
+    return optax.GradientTransformationExtraArgs(init, partial(_update, optimizer, axis, bucket_mb, max_grad_norm))
 
 
 def _update(
-    optimizer: optax.GradientTransformationExtraArgs, axis: str, bucket_mb: BucketMb,
+    optimizer: optax.GradientTransformationExtraArgs, axis: str, bucket_mb: BucketMb, max_grad_norm: float | None,
     grads: Any, state: Any, params: Any = None, **extra_args: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     found, ready, num_ranks = _layout(optimizer, axis, grads), named_leaves(grads), axis_size(axis)
@@ -87,10 +94,12 @@ def _update(
     empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
     plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
     check_grads(ready, plan, axis)
-    means = like(grads, reduce_scatter_grads(ready, plan, found, num_ranks).grads)
+    means = reduce_scatter_grads(ready, plan, found, num_ranks)
+    shards = means.grads
+    if max_grad_norm is not None:
+        shards = clip_to_norm(shards, global_norm(means, found), max_grad_norm)
     held = None if params is None else _shards_of(params, found.cuts, axis)
-    with on_shards(axis, found.cuts):
-        updates, state = optimizer.update(means, state, held, **extra_args)
+    updates, state = optimizer.update(like(grads, shards), state, held, **extra_args)
     return like(grads, gather_shards(named_leaves(updates), plan, found.cuts, axis)), state
 
 
