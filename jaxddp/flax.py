@@ -25,7 +25,7 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
 
     Args:
         model: The model; one that was put into evaluation mode trains in it. It stays as it is;
-            ``Trainer.update_module`` writes back what was trained.
+            ``nnx.update(model, trainer.params(state), trainer.model_state(state))`` writes back what was trained.
         loss: ``(model, batch)`` to the mean loss over the batch's examples or to ``Weighted``; with ``has_aux`` to
             ``(loss, aux)``. It may change the model's state, as BatchNorm does. Every random stream of the model has a
             key of its own for each rank, step and micro-batch.
@@ -46,7 +46,7 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         >>> trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(4), has_state=True)
         >>> state = trainer.init(params, model_state=model_state)
         >>> state, metrics = trainer.step(state, {"x": jnp.arange(24.0).reshape(8, 3)})
-        >>> trainer.update_module(state, model)
+        >>> nnx.update(model, trainer.params(state), trainer.model_state(state))
     """
     check_kind("model", model, nnx.Module, "an nnx.Module")
     check_function("loss", loss)

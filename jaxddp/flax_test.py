@@ -154,7 +154,7 @@ def test_a_trained_model_is_written_back():
     loss_fn, params, model_state = of_nnx(0.0)
     trainer = trainer_of(loss_fn, jaxddp.zero2(), NUM_RANKS)
     state, _ = trainer.step(trainer.init(params, model_state=model_state), batch())
-    trainer.update_module(state, model)
+    nnx.update(model, trainer.params(state), trainer.model_state(state))
     np.testing.assert_array_equal(model.last.kernel[...], trainer.params(state)["last"]["kernel"][...])
     np.testing.assert_array_equal(model.norm.mean[...], trainer.model_state(state)["norm"]["mean"][...])
 

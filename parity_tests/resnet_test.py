@@ -128,7 +128,7 @@ def train_in_jax(strategy, optimizer, axis_name=None):
         assert jaxddp.gradient_collectives(program) == sorted(trainer.planned(state, batches()[0]))
         for batch in batches():
             state, _ = jax.block_until_ready(trainer.step(state, batch))
-        trainer.update_module(state, model)
+        nnx.update(model, trainer.params(state), trainer.model_state(state))
         means = {
             f"blocks.{place}.{norm}.running_mean": np.asarray(getattr(block, norm).mean[...])
             for place, block in enumerate(model.blocks)

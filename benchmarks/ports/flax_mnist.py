@@ -71,5 +71,5 @@ def after(batches: Any, strategy: jaxddp.Strategy, mesh: Any) -> Any:
     state = trainer.init(params, model_state=others)
     for batch in batches:
         state, _ = trainer.step(state, batch)
-    trainer.update_module(state, model)
+    nnx.update(model, trainer.params(state), trainer.model_state(state))
     return nnx.state(model, nnx.Param)

@@ -1,4 +1,4 @@
-"""Text to train on: bytes of files, cut into windows, in batches that depend only on the seed and the step.
+"""Text to train on: bytes of a file, cut into windows, in batches that depend only on the seed and the step.
 
 A text of ``B`` bytes holds ``(B - 1) // T`` windows of ``T = context`` tokens; window ``i`` reads the bytes from
 ``i T`` on and predicts the bytes from ``i T + 1`` on, so every byte but the first is predicted exactly once. The last
@@ -23,7 +23,7 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +32,19 @@ from ..arguments import check_integer, check_path, is_number
 
 Batch = dict[str, np.ndarray]
 
-_LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Corpus:
     """Real text, one token a byte: the vocabulary is 256.
+
+    Attributes:
+        context: Tokens per window.
+        source: What was read.
+        num_bytes: Length of the whole text, held-out part included.
+        crc32: Its checksum.
+        num_windows: Windows to train on: the examples of one epoch.
+        num_validation_windows: Windows held out.
 
     Example:
         >>> corpus = Corpus(context=64)  # the standard library's own sources
@@ -45,45 +53,38 @@ class Corpus:
         ((8, 64), dtype('int32'))
         >>> bool((batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all())
         True
-        >>> on_rank_3 = corpus.batch(0, 8, rank=3, num_ranks=4)
-        >>> bool((on_rank_3["tokens"] == batch["tokens"][6:8]).all())
-        True
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, context: int = 128, holdout: float = 0.05):
         """Reads the text into memory.
 
         Args:
-            path: A file, or a folder of which every text file is read, sorted by relative path; hidden files and
-                files that hold a NUL byte are left out. When None, the Python standard library's sources, in an
-                order that mixes its packages, so that the held-out part resembles the rest.
+            path: A file. When None, the Python standard library's sources, in an order that mixes its packages, so
+                that the held-out part resembles the rest.
             context: Tokens per window.
             holdout: Fraction of the windows kept for validation, at least one of them unless it is 0.
 
         Raises:
-            ValueError: If there is nothing at ``path``, no text or too little of it, or a number is out of range.
+            ValueError: If there is no regular file at ``path`` or too little text, or a number is out of range.
         """
-        context = check_integer("context", context)
+        self.context = check_integer("context", context)
         if not is_number(holdout) or not 0 <= holdout < 1:
             raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
-        if path is not None:
-            check_path("path", path, "that of a file or folder")
-        text, self.source = _read_standard_library() if path is None else _read(Path(path))
+        if path is None:
+            text, self.source = _standard_library()
+        else:
+            check_path("path", path)
+            if not Path(path).is_file():  # a pipe could be read for ever
+                raise ValueError(f"data path {str(path)!r} must be a regular file")
+            text, self.source = Path(path).read_bytes(), str(path)
         num_windows = (len(text) - 1) // context
         if num_windows < 1:
             raise ValueError(
                 f"text of {self.source} (={len(text)} bytes) must be longer than one context (={context} tokens)"
             )
-        self.context = context
-        """Tokens per window."""
-        self.num_bytes = len(text)
-        """Length of the whole text, held-out part included."""
+        self.num_bytes, self.crc32 = len(text), zlib.crc32(text)
         self.num_validation_windows = min(max(round(num_windows * holdout), int(holdout > 0)), num_windows - 1)
-        """Windows held out."""
         self.num_windows = num_windows - self.num_validation_windows
-        """Windows to train on: the examples of one epoch."""
-        self.crc32 = zlib.crc32(text)
-        """Checksum of the whole text."""
         self._text = np.frombuffer(text, dtype=np.uint8)
 
     def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
@@ -104,33 +105,15 @@ class Corpus:
         """
         rows = _rows(step, batch_size, seed, rank, num_ranks)
         epochs, positions = np.divmod(np.arange(rows.start, rows.stop) + step * batch_size, self.num_windows)
-        windows = [
-            _permutation(self.num_windows, seed, epoch)[position]
-            for epoch, position in zip(epochs.tolist(), positions.tolist(), strict=True)
-        ]
-        return self._examples(np.asarray(windows))
+        pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
+        return self._examples(np.array([_permutation(self.num_windows, seed, epoch)[at] for epoch, at in pairs]))
 
     def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
-        """Gives the held-out windows, each once and always in the same order.
+        """Gives the held-out windows, each once and always in the same order, in whole batches like those of ``batch``.
 
-        Each batch takes windows from all over the held-out part, so a few batches represent all of it. An incomplete
-        last batch is left out.
-
-        Args:
-            batch_size: Examples in each batch.
-            max_batches: How many batches at most; all when None.
-
-        Returns:
-            An iterator over batches like those of ``batch``; empty if fewer windows than ``batch_size`` are held out.
-
-        Raises:
-            ValueError: If a number is out of range.
+        Each batch takes windows from all over the held-out part, so the first ``max_batches`` represent all of it.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size (={batch_size}) must be positive")
-        if max_batches is not None and max_batches < 0:
-            raise ValueError(f"max_batches (={max_batches}) must not be negative")
-        num_batches = self.num_validation_windows // batch_size
+        num_batches = self.num_validation_windows // check_integer("batch_size", batch_size)
         first_windows = range(self.num_windows, self.num_windows + num_batches)[:max_batches]
         return (self._examples(first + np.arange(batch_size) * num_batches) for first in first_windows)
 
@@ -157,14 +140,11 @@ class RandomTokens:
 
 def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
     """Checks the arguments of ``batch`` and gives the rank's rows."""
-    step = check_integer("step", step, 0)
-    seed = check_integer("seed", seed, 0)
-    num_ranks = check_integer("num_ranks", num_ranks)
-    rank = check_integer("rank", rank, 0)
-    batch_size = check_integer("batch_size", batch_size)
+    for name, value, least in (("step", step, 0), ("seed", seed, 0), ("rank", rank, 0), ("num_ranks", num_ranks, 1)):
+        check_integer(name, value, least)
     if not rank < num_ranks:
         raise ValueError(f"rank (={rank}) must be below num_ranks (={num_ranks})")
-    if batch_size % num_ranks:
+    if check_integer("batch_size", batch_size) % num_ranks:
         raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")
     rows_per_rank = batch_size // num_ranks
     return slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
@@ -175,46 +155,12 @@ def _permutation(num_windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_windows)
 
 
-def _read(path: Path) -> tuple[bytearray, str]:
-    if not path.exists():
-        raise ValueError(f"data path {str(path)!r} does not exist")
-    if path.is_file():
-        return bytearray(path.read_bytes()), str(path)
-    if not path.is_dir():  # a pipe could be read for ever
-        raise ValueError(f"data path {str(path)!r} must be a regular file or a folder")
-    text, num_files = _join(path / name for name in sorted(_files_below(path)))
-    return text, f"{path} ({num_files:,} files)"
-
-
-def _read_standard_library() -> tuple[bytearray, str]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in _files_below(folder, _LEFT_OUT_OF_STDLIB) if name.endswith(".py")]
+def _standard_library() -> tuple[bytes, str]:
+    folder, names = Path(sysconfig.get_path("stdlib")), []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT_OF_STDLIB]
+        names += [Path(parent, name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
     # Sorted by name, the end of the text would be one package; a hash puts the files in a fixed order without one.
     names.sort(key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    text, num_files = _join(folder / name for name in names)
-    return text, f"Python {platform.python_version()} standard library ({num_files:,} files)"
-
-
-def _files_below(folder: Path, left_out: Iterable[str] = ()) -> list[str]:
-    """Lists regular files below a folder as relative paths with ``/``; nothing hidden, no folder of a left-out name."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    names = []
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        paths = [Path(parent, name) for name in files if not name.startswith(".")]
-        names += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
-    return names
-
-
-def _join(paths: Iterable[Path]) -> tuple[bytearray, int]:
-    """Concatenates text files and counts them; skips binary ones."""
-    text, num_files = bytearray(), 0
-    for path in paths:
-        content = path.read_bytes()
-        if content and b"\0" not in content:
-            text += content
-            num_files += 1
-    return text, num_files
+    texts = [text for name in names if b"\0" not in (text := (folder / name).read_bytes())]
+    return b"".join(texts), f"Python {platform.python_version()} standard library ({len(texts):,} files)"

@@ -431,13 +431,6 @@ class Trainer:
         full = full_arrays(held, places, self.mesh)
         return full if layout.owners is None else layout.owners.on_host(full, np.asarray)
 
-    def update_module(self, state: TrainState, model: Any) -> None:
-        """Writes parameters and model state to the NNX model that ``jaxddp.flax.from_nnx`` took apart."""
-        from flax import nnx  # late: losses need no Flax
-
-        check_kind("model", model, nnx.Module, "an nnx.Module")
-        nnx.update(model, self.params(state), self.model_state(state))
-
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
