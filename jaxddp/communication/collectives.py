@@ -41,6 +41,8 @@ from ..arguments import check_pairs, check_root
 from . import gloo
 from .buckets import length_of_chunk
 
+TPU_TILE = 8 * 128  # elements
+
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or of several, whose ranks are numbered in that order."""
 
@@ -171,6 +173,10 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
             return gloo.scatter_by_all_to_all(x, axis)
+    if traced_platform() == "tpu" and x.ndim == 2:
+        # XLA for TPUs makes an all-reduce of it where ranks' parts are not whole tiles.
+        rows = jnp.pad(x, ((0, 0), (0, -x.shape[1] % TPU_TILE))).reshape(len(x), -1, 128)
+        return lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True).reshape(chunk_length, -1)[:, : x.shape[1]]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 

@@ -696,17 +696,17 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     """Checks that ranks hold the same, bit for bit, of what each of them has in full.
 
     That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
-    under zero3; counters, keys and the model state under all. It takes a pass over them and one all-gather of 4 bytes a
-    leaf, in a program of its own.
+    under zero3; counters, keys and the model state under all. It takes a pass over them on each device, and processes
+    exchange 4 bytes a leaf and device.
 
     Raises:
         ReplicaError: If they differ; it names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
-    model = trainer._model(state)
+    trainer._model(state)  # refuses another trainer's
     if trainer.mesh.size > 1:
         with trainer._watched():
-            compare_replicas(state, model.shardings)
+            compare_replicas(state, trainer.mesh)
 
 
 def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None) -> None:

@@ -11,6 +11,9 @@ Then a third is, which makes one kernel of a small loop, and aborts the process 
     GPU       gpu-{all-reduce,all-gather,reduce-scatter}-combiner  a threshold of 0 bytes; all-reduces, by their keys
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
 
+On TPUs every collective would be synchronous. SparseCores, which v5p, v6e and v7x have beside the cores that compute,
+carry them out meanwhile; chips without them compile as before.
+
 On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``replicated.py``), and
 all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
 
@@ -35,6 +38,10 @@ _ANY_BYTES = 2**40
 _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
+}
+_ON_SPARSE_CORES = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 }
 
 
@@ -73,7 +80,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
         }
     if platform == "tpu":
-        return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
+        return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"]), **_ON_SPARSE_CORES}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
 
 
