@@ -173,10 +173,9 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
             return gloo.scatter_by_all_to_all(x, axis)
-    if traced_platform() == "tpu" and x.ndim == 2:
-        # XLA for TPUs makes an all-reduce of it where ranks' parts are not whole tiles.
-        rows = jnp.pad(x, ((0, 0), (0, -x.shape[1] % TPU_TILE))).reshape(len(x), -1, 128)
-        return lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True).reshape(chunk_length, -1)[:, : x.shape[1]]
+    if _is_row(x, chunk_length):
+        row = lax.psum_scatter(_in_tiles(x), axis, scatter_dimension=0, tiled=True)
+        return row.reshape(1, -1)[:, : x.shape[1]]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
@@ -209,7 +208,11 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     is_swap = kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce"
     if is_swap and not (equal and varying(lax.axis_index(axis))):
         return gloo.gather_by_swap(x, axis)
-    return lax.all_gather(x, axis, axis=0, tiled=True, to="invarying" if equal else "varying")
+    to = "invarying" if equal else "varying"
+    if _is_row(x, len(x)):
+        rows = lax.all_gather(_in_tiles(x), axis, axis=0, tiled=True, to=to)
+        return rows.reshape(num_ranks, -1)[:, : x.shape[1]]
+    return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
@@ -274,6 +277,16 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     """
     check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
+
+
+def _is_row(x: jax.Array, chunk_length: int) -> bool:
+    """Whether each rank has one row of a buffer, on TPUs: XLA makes all-reduces of parts that are not whole tiles."""
+    return chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu"
+
+
+def _in_tiles(rows: jax.Array) -> jax.Array:
+    """Rows ``[n, width]`` as whole tiles ``[n, 8 k, 128]``, padded with zeros."""
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % TPU_TILE))).reshape(len(rows), -1, 128)
 
 
 def _check_call(x: Any, axis: Axis) -> int:

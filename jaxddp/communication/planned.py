@@ -144,7 +144,7 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
         ('reduce-scatter', 32)
     """
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
-    if platform == "tpu" and kind == "reduce-scatter":  # of whole tiles
+    if platform == "tpu" and kind != "all-to-all":  # of whole tiles
         num_elements += num_ranks * (-num_elements // num_ranks % TPU_TILE)
     if compiled == "all-reduce":
         return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)

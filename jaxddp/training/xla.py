@@ -11,8 +11,8 @@ Then a third is, which makes one kernel of a small loop, and aborts the process 
     GPU       gpu-{all-reduce,all-gather,reduce-scatter}-combiner  a threshold of 0 bytes; all-reduces, by their keys
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
 
-On TPUs every collective would be synchronous. SparseCores, which v5p, v6e and v7x have beside the cores that compute,
-carry them out meanwhile; chips without them compile as before.
+On TPUs every collective would be synchronous. The options let SparseCores carry them out, which v5p, v6e and v7x have
+beside the cores that compute; chips without them compile as before.
 
 On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``replicated.py``), and
 all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
@@ -39,10 +39,11 @@ _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
 }
-_ON_SPARSE_CORES = {
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
-    for kind in ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+_OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+_ON_SPARSE_CORES: dict[str, str | int | bool] = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
 }
+_AHEAD_IN_LOOPS_ON_TPUS = {f"xla_tpu_enable_ici_{kind}_pipelining": True for kind in ("ag", "rs")}
 
 
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
@@ -66,11 +67,11 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    is_new = jaxlib_version() >= (0, 10, 2)  # older versions refuse unknown names
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
-        is_new = jaxlib_version() >= (0, 10, 2)  # older versions refuse unknown names
         joins = is_new and strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
@@ -80,7 +81,10 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
         }
     if platform == "tpu":
-        return {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"]), **_ON_SPARSE_CORES}
+        options: dict[str, str | int | bool] = {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
+        if not is_new:
+            return options
+        return options | _ON_SPARSE_CORES | (_AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {})
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
 
 

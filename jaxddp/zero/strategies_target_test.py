@@ -57,7 +57,9 @@ def steps():
     return compiled
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in STEPS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in STEPS]
+)
 def test_compiled_is_planned(steps, name):
     planned, schedule = steps(name)
     assert schedule.gradient_collectives() == sorted(planned)
