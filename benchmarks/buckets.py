@@ -24,7 +24,7 @@ from jaxddp.planning.formulas import fit_sweep
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
-from .strategies import COLUMNS, NOTES, measure_steps
+from .strategies import COLUMNS, NOTES, cases_of, measure_steps
 from .timing import compare
 from .training.setup import (
     AT_ONCE,
@@ -76,7 +76,7 @@ def cases(options: Options) -> list[Case]:
     largest = min(SIZES[setup.model].num_params * 4, LARGEST_PROBE_BYTES)
     sizes = tuple(4 * max(1, largest // part // 4) for part in (64, 16, 4, 1))
     setup = replace(setup, strategies={"jaxddp": specs, "torchref": specs}, probe_bytes=sizes)
-    return [Case(" and ".join(group), (setup, group, False)) for group in setup.groups()]
+    return cases_of(setup)
 
 
 def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

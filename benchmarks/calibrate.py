@@ -36,7 +36,7 @@ from torchref.launch import RankError
 from .benchmark import WRONG, Benchmark, Case, Options, Say
 from .ranks import Ranks, choose_ranks, gather, say_on_rank
 from .render import CHECK, Column, Row, is_sound, mib, new_figure, percent
-from .training.jax_side import _place
+from .training.jax_side import place
 from .training.setup import DTYPES, QUICK_MODEL
 
 STEPS_IN_A_ROW, WARMUP, PROFILED = 10, 5, 3
@@ -150,7 +150,7 @@ class _Run:
         self.state = self.trainer.init(build(setup.model)[1])
         tokens = np.random.default_rng(0).integers(SIZES[setup.model].vocab, size=made.batch["tokens"].shape)
         batch = {"tokens": tokens.astype(np.int32), "targets": np.roll(tokens, -1, 1).astype(np.int32)}
-        self.batch = _place(jaxddp.local_rows(batch), mesh)
+        self.batch = place(jaxddp.local_rows(batch), mesh)
         self.take(WARMUP)
 
     def take(self, count: int) -> float:

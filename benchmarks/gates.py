@@ -12,7 +12,7 @@ from typing import Any
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, Column, Row, interval, is_sound, new_figure, whiskers
-from .strategies import BETWEEN, BETWEEN_COLUMNS, COLUMNS, NOTES, measure_steps, plot_steps
+from .strategies import BETWEEN, BETWEEN_COLUMNS, COLUMNS, NOTES, cases_of, measure_steps, plot_steps
 from .timing import compare
 from .training.rank import compare_frameworks
 from .training.setup import OPTIONS, PEERS, StrategySpec, make_setup
@@ -42,8 +42,7 @@ def cases(options: Options) -> list[Case]:
     setup = make_setup(
         options, model=options.model or MODEL, batch_size=BATCH, num_steps=num_steps, num_warmup=NUM_WARMUP
     )
-    setup = replace(setup, strategies=SPECS, with_baselines=False)
-    return [Case(" and ".join(group), (setup, group, False)) for group in setup.groups()]
+    return cases_of(replace(setup, strategies=SPECS, with_baselines=False))
 
 
 def judge(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -88,9 +87,9 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
 
 _COLUMNS = (
     Column("gate", "name"),
-    Column("ratio", form=lambda value: f"{value:.3f}"),
-    interval("95 % interval", "low", "high", form=lambda value: f"{value:.3f}"),
-    Column("limit", form=lambda value: f"{value:.2f}"),
+    Column("ratio", form="{:.3f}".format),
+    interval("95 % interval", "low", "high", form="{:.3f}".format),
+    Column("limit", form="{:.2f}".format),
     Column("rounds", "num_rounds"),
     Column("ours"),
     Column("step", "ours_ms", "ms"),

@@ -158,6 +158,11 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(text) for text in gather_texts(json.dumps(value))]
 
 
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The times of the slowest rank, round by round; every rank must call it."""
+    return [max(times) for times in zip(*gather(seconds), strict=True)]
+
+
 def agree(said: str) -> str:
     """Gives the first text of any rank that is not empty; every rank must call it."""
     return next(filter(None, gather(said)), "")

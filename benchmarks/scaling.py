@@ -34,7 +34,7 @@ def cases(options: Options) -> list[Case]:
     for count in counts:
         modes.setdefault((count, batch_size), []).append("strong")
         modes.setdefault((count, batch_size // most.num * count), []).append("weak")
-    found, names = [], tuple(options.strategies or ("bucketed",))
+    found, names = [], options.strategies or ["bucketed"]
     for (count, size), its_modes in modes.items():
         ranks = replace(most, num=count, hosts=most.hosts[:count])
         given = type(options)(**vars(options) | {"batch_size": size})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxddp import STRATEGIES
@@ -15,15 +16,10 @@ from jaxddp import STRATEGIES
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, signed, whiskers
-from .training.device_time import DEVICE, DEVICE_COLUMNS, measure_on_device
 from .training.rank import BETWEEN, compare_frameworks, measure
 from .training.setup import BYTE_MODEL, NAMES, OPTIONS, QUICK_MODEL, TrainingSetup, in_words, make_setup, strategies_of
 
 MAIN_BATCH, BATCH, STEPS, QUICK_STEPS = 4, 8, 10, 4
-
-
-def _loss(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _share(row: Row) -> float | None:
@@ -37,8 +33,8 @@ COLUMNS = (
     Column("backend"),
     Column("planned", form=counts),
     Column("compiled", form=counts),
-    Column("loss", "loss", "nats", _loss),
-    Column("max diff", "max_weight_difference", form=lambda value: f"{value:.1e}"),
+    Column("loss", "loss", "nats", "{:.3f}".format),
+    Column("max diff", "max_weight_difference", form="{:.1e}".format),
     *STEP,
     Column("exposed", "exposed_ms", "ms", signed),
     interval("p10 to p90", "exposed_p10_ms", "exposed_p90_ms", "ms", signed),
@@ -47,14 +43,10 @@ COLUMNS = (
 )
 BETWEEN_COLUMNS = (
     Column("framework"),
-    Column("loss apart", "reference_difference", "relative", lambda value: f"{value:.1e}"),
+    Column("loss apart", "reference_difference", "relative", "{:.1e}".format),
     CHECK,
 )
-TABLES = {
-    "One training step by strategy": COLUMNS,
-    DEVICE: DEVICE_COLUMNS,
-    BETWEEN: BETWEEN_COLUMNS,
-}
+TABLES = {"One training step by strategy": COLUMNS, BETWEEN: BETWEEN_COLUMNS}
 NOTES = (
     "step: median of the slowest rank over interleaved rounds, with p10 and p90; exposed: step time less that of the"
     " same step without communication, in the same rounds (of jit: less naive without communication)",
@@ -72,20 +64,16 @@ ONE_RANK = (
 
 
 def cases_of(setup: TrainingSetup) -> list[Case]:
-    """A case for each group of frameworks, and on GPUs one more for each framework's time on the device."""
-    cases = [Case(" and ".join(group), (setup, group, False)) for group in setup.groups()]
-    if setup.ranks.kind == "gpus" and not setup.ranks.is_job:
-        cases += [Case(f"{one} on the device", (setup, (one,), True)) for one in setup.frameworks]
-    return cases
+    """A case for each group of frameworks that take turns."""
+    return [Case(" and ".join(group), (setup, group)) for group in setup.groups()]
 
 
 def measure_steps(case: Case, say: Say) -> Iterable[dict[str, Any]]:
     """Rows of a case."""
-    setup, frameworks, on_device = case.setup
+    setup, frameworks = case.setup
     say(f"{case.name}: {in_words(setup)}")
-    rows = measure_on_device(setup, frameworks, say) if on_device else measure(setup, frameworks, say)
     notes = [ONE_RANK] if setup.ranks.num == 1 else []
-    return (dict(row) | {"notes": notes} for row in rows)
+    return (row | {"notes": notes} for row in measure(setup, frameworks, say))
 
 
 def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:
@@ -113,8 +101,7 @@ def main_cases(options: Options) -> list[Case]:
     """The main job: every strategy, and a model small enough for a few minutes."""
     ranks = choose_ranks(options.ranks, options.on, default=2, on_cpus="simulated")
     setup = make_setup(options, model=QUICK_MODEL, batch_size=MAIN_BATCH, num_steps=STEPS, ranks=ranks)
-    names = tuple(options.strategies or STRATEGIES)
-    return cases_of(replace(setup, strategies=strategies_of(names, setup.model)))
+    return cases_of(replace(setup, strategies=strategies_of(options.strategies or STRATEGIES, setup.model)))
 
 
 def strategies_cases(options: Options) -> list[Case]:
@@ -123,15 +110,16 @@ def strategies_cases(options: Options) -> list[Case]:
         options, model=QUICK_MODEL if options.quick else BYTE_MODEL, batch_size=BATCH,
         num_steps=QUICK_STEPS if options.quick else STEPS, num_warmup=1 if options.quick else 2,
     )  # fmt: skip
-    names = tuple(options.strategies or [one for one in NAMES if one != "torch.compile" or setup.ranks.kind == "gpus"])
+    names = options.strategies or [one for one in NAMES if one != "torch.compile" or setup.ranks.kind == "gpus"]
     return cases_of(replace(setup, strategies=strategies_of(names, setup.model)))
 
 
-MAIN = Benchmark(
-    "main", "every strategy in both frameworks", (*OPTIONS, "strategies"), main_cases, measure_steps, TABLES,
-    plot_steps, compare_frameworks, NOTES,
+_benchmark = partial(
+    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps, columns=TABLES, plot=plot_steps,
+    check=compare_frameworks, notes=NOTES,
 )  # fmt: skip
-STRATEGIES_BENCHMARK = Benchmark(
+MAIN = _benchmark("main", "every strategy in both frameworks", cases=main_cases)
+STRATEGIES_BENCHMARK = _benchmark(
     "strategies", "every strategy beside what the frameworks do by themselves: jit, DDP, ZeRO, FSDP2",
-    (*OPTIONS, "strategies"), strategies_cases, measure_steps, TABLES, plot_steps, compare_frameworks, NOTES,
+    cases=strategies_cases,
 )  # fmt: skip

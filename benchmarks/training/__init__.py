@@ -3,5 +3,4 @@
 setup.py                      what is trained, and whether it fits into memory
 rank.py                       what a rank does: every variant timed in interleaved rounds, and their rows
 jax_side.py, torch_side.py    each framework's runs and probes
-device_time.py                steps timed on the GPU
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from jaxddp import STRATEGIES
 from jaxddp.models import SIZES
@@ -15,15 +17,14 @@ from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
 # What is timed beside training, to predict its steps: see ``buckets.py``.
 PROBES, FORWARD_BACKWARD, AT_ONCE = "probes", "forward and backward", "forward and backward beside all-reduces"
-SILENT = " without communication"  # of the label of a step whose communication is removed
 NUM_PROBED = 4  # all-reduces in a row that a probe times at once
+SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
 PEERS = {
     "jaxddp": ("jit",),
     "torchref": ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer", "fully_shard"),
 }
 NAMES = (*STRATEGIES, *PEERS["jaxddp"], *PEERS["torchref"])
-_BUCKETED_PEERS = PEERS["torchref"][:3]
 OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "data", "dtype")
 DTYPES = ("f32", "tf32", "bf16")
 BYTE_MODEL, QUICK_MODEL, GPU_MODEL = "byte", "byte_shallow", "seed_xl"
@@ -34,9 +35,9 @@ DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
 # cannot see a gradient that is only too large: the tolerance of gradient norms does. Random tokens leave most embedding
 # rows gradients of the size of their rounding, which Adam turns into steps of full size: there is no bound on weights.
 TOLERANCE = 1e-3
-# JAX takes no more of a GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says so.
-JAX_SHARE = 0.75
+JAX_SHARE = 0.75  # of a GPU that JAX takes at most, unless XLA_PYTHON_CLIENT_MEM_FRACTION says so
 _CONTEXT_BYTES = int(1.5 * 2**30)  # of a process on a GPU: CUDA's, NCCL's buffers and the libraries' kernels
+Metrics = list[tuple[float, float]]  # loss and gradient norm of every round
 
 
 class StrategySpec(NamedTuple):
@@ -49,6 +50,31 @@ class StrategySpec(NamedTuple):
     def label(self) -> str:
         """For tables."""
         return self.name if self.bucket_mb is None else f"{self.name} {self.bucket_mb:g} MiB"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of its factory."""
+        return {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether its step can run without communication; of peers DistributedDataParallel alone can."""
+        return self.name in STRATEGIES or self.name == "DistributedDataParallel"
+
+
+class Probes(NamedTuple):
+    """The parts of a framework's step, each done when its function returns."""
+
+    buffers_of: Callable[[int], Any]  # makes NUM_PROBED buffers of so many bytes on each rank
+    forward_backward: Callable[[int], None]
+    all_reduce: Callable[[Any, int], None]
+    both: Callable[[Any, int], None]
+
+    def steps(self, sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
+        """By label what is timed by turns: each takes the number of the round."""
+        found = {all_reduce_label(one): partial(self.all_reduce, self.buffers_of(one)) for one in sizes}
+        both = partial(self.both, self.buffers_of(sizes[-2]))
+        return {FORWARD_BACKWARD: self.forward_backward, AT_ONCE: both, **found}
 
 
 @dataclass(frozen=True)
@@ -79,7 +105,6 @@ class TrainingSetup:
     learning_rate: float = 1e-3
     with_baselines: bool = True
     probe_bytes: tuple[int, ...] = ()
-    seed: int = 0
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -95,6 +120,14 @@ class TrainingSetup:
         """The part of some frameworks."""
         return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
 
+    def baselines(self, framework: str) -> list[StrategySpec]:
+        """The strategies of a framework that also run without communication."""
+        return [one for one in self.strategies[framework] if self.with_baselines and one.has_baseline]
+
+    def num_runs(self, framework: str) -> int:
+        """Training runs that a framework keeps side by side: single-process training is one of them."""
+        return 1 + len(self.strategies[framework]) + len(self.baselines(framework))
+
     def groups(self) -> list[tuple[str, ...]]:
         """The frameworks that share processes and rounds: both, if they fit into memory together.
 
@@ -109,7 +142,7 @@ class TrainingSetup:
             most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
             if needed > most:
                 raise ValueError(
-                    f"model (={self.model}) must fit into memory: {num_runs(self, one)} training runs of {one} side by"
+                    f"model (={self.model}) must fit into memory: {self.num_runs(one)} training runs of {one} side by"
                     f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
         return [*together, *split]
@@ -120,25 +153,14 @@ def all_reduce_label(num_bytes: int) -> str:
     return f"all-reduce {num_bytes}"
 
 
-def num_runs(setup: TrainingSetup, framework: str) -> int:
-    """Training runs that a framework keeps side by side: single-process training is one of them."""
-    silent = [spec for spec in setup.strategies[framework] if setup.with_baselines and has_baseline(spec)]
-    return 1 + len(setup.strategies[framework]) + len(silent)
-
-
-def has_baseline(spec: StrategySpec) -> bool:
-    """Whether a step of a strategy can run without its communication; of peers DistributedDataParallel alone can."""
-    return spec.name in STRATEGIES or spec.name == "DistributedDataParallel"
-
-
 def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
     """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs.
 
     A run keeps parameters and AdamW's two moments; torch also keeps the gradients until the next step. Of JAX one run's
     gradients exist at a time, inside the temporaries of its step.
     """
-    params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4) if setup.model in SIZES else 0
-    copies = sum(num_runs(setup, one) * (4 if one == "torchref" else 3) for one in frameworks)
+    params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
+    copies = sum(setup.num_runs(one) * (4 if one == "torchref" else 3) for one in frameworks)
     on_gpu = setup.ranks.kind == "gpus"
     held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
     return held if on_gpu or setup.ranks.is_job else setup.ranks.num * held
@@ -146,8 +168,6 @@ def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
 
 def temporary_bytes(setup: TrainingSetup) -> int:
     """Bytes of a step's activations and gradients, roughly: the compiled step of seed_xl has 2.4 GiB for 16 x 128."""
-    if setup.model not in SIZES:
-        return 0
     config, size = SIZES[setup.model], 2 if setup.dtype == "bf16" else 4
     tokens = setup.global_batch // setup.ranks.num * config.context
     # Of a token in a layer: norms, query, key, value, mix and output; scores and their softmax; gate, up and product.
@@ -155,39 +175,36 @@ def temporary_bytes(setup: TrainingSetup) -> int:
     return size * (tokens * (config.num_layers * layer + 2 * config.vocab) + config.num_params)
 
 
-def spec_of(name: str, model: str) -> StrategySpec:
-    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model.
+def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises ValueError if a name of ``what``, such as a model, is not among the known ones."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: one of {', '.join(known)}")
 
-    Raises:
-        ValueError: If the name is unknown.
-    """
-    if name not in NAMES:
-        raise ValueError(f"unknown strategy {name!r}: one of {', '.join(NAMES)}")
-    large = model in SIZES and SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
-    has_cap = name in _BUCKETED_PEERS or (name in STRATEGIES and is_bucketed(name))
+
+def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
+    """Raises ValueError if a batch cannot be split evenly."""
+    if batch_size % num_ranks:
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of {of} (={num_ranks})")
+
+
+def spec_of(name: str, model: str) -> StrategySpec:
+    """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
+    check_known("strategy", [name], NAMES)
+    large = SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
+    has_cap = name in PEERS["torchref"][:3] or (name in STRATEGIES and is_bucketed(name))
     return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
 
 
-def strategies_of(names: tuple[str, ...], model: str) -> dict[str, tuple[StrategySpec, ...]]:
-    """Strategies and peers by framework: a peer runs in its own.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+def strategies_of(names: Iterable[str], model: str) -> dict[str, tuple[StrategySpec, ...]]:
+    """Strategies and peers by framework: a peer runs in its own."""
     specs = [spec_of(name, model) for name in dict.fromkeys(names)]
     others = {"jaxddp": PEERS["torchref"], "torchref": PEERS["jaxddp"]}
     return {one: tuple(spec for spec in specs if spec.name not in others[one]) for one in FRAMEWORKS}
 
 
 def make_setup(
-    options: Options,
-    *,
-    model: str,
-    batch_size: int,
-    num_steps: int,
-    num_warmup: int = 2,
-    ranks: Ranks | None = None,
-    on_cpus: str = "processes",
+    options: Options, *, model: str, batch_size: int, num_steps: int, num_warmup: int = 2, ranks: Ranks | None = None
 ) -> TrainingSetup:
     """Makes a setup without strategies of what the options ask for, and of defaults where they do not.
 
@@ -197,25 +214,21 @@ def make_setup(
         ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind
             cannot compute so.
     """
-    ranks = ranks or choose_ranks(options.ranks, options.on, default=2, on_cpus=on_cpus)
+    ranks = ranks or choose_ranks(options.ranks, options.on, default=2)
     if on_gpus := ranks.kind == "gpus":
         model, batch_size, num_warmup = GPU_MODEL, GPU_SEQUENCES * ranks.num, 2
         num_steps = GPU_QUICK_STEPS if options.quick else GPU_STEPS
     model, num_steps, dtype = options.model or model, options.steps or num_steps, options.dtype or "f32"
     batch_size = options.batch_size or -(-batch_size // ranks.num) * ranks.num
-    if model not in SIZES:
-        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
-    if batch_size % ranks.num:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={ranks.num})")
+    check_known("model", [model], SIZES)
+    check_batch(batch_size, ranks.num)
     if dtype == "tf32" and not on_gpus:
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
     vocab, context = SIZES[model].vocab, SIZES[model].context
     reads_text = vocab == 256
     if options.data is not None and not reads_text:
         raise ValueError(f"data (={options.data}) must come with a model of bytes, such as {BYTE_MODEL!r}")
-    source: Corpus | RandomTokens = (
-        Corpus(options.data, context=context) if reads_text else RandomTokens(vocab, context)
-    )
+    source = Corpus(options.data, context=context) if reads_text else RandomTokens(vocab, context)
     batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
     tolerance = TOLERANCE if reads_text and dtype == "f32" else None
     return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
