@@ -43,7 +43,7 @@ class Call(NamedTuple):
     run: Callable[[Any], Any]
     num_wrong: Callable[[Any], int]
     planned: list[tuple[str, int]] | None
-    found: Callable[[], list[tuple[str, int]]]
+    found: list[tuple[str, int]]
     kernel: str | None = None
 
 
@@ -51,7 +51,6 @@ class JaxCalls:
     """The collectives of jaxddp on these ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Starts JAX."""
         import jax
         import jaxlib
 
@@ -96,7 +95,7 @@ class JaxCalls:
         return Call(
             size_bytes, lambda: given, lambda x: jax.block_until_ready(program(x)), wrong,
             None if is_replaced else plan(name, _OF_JAX, size_bytes, num_ranks),
-            lambda: [(one.kind, one.num_bytes) for one in found], kernels or None,
+            [(one.kind, one.num_bytes) for one in found], kernels or None,
         )  # fmt: skip
 
 
@@ -104,7 +103,6 @@ class TorchCalls:
     """The collectives of torchref on this rank."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Finds the device."""
         import torch
 
         self._on_gpu, self._ranks = ranks.kind == "gpus", ranks
@@ -125,7 +123,6 @@ class TorchCalls:
         given = given.cuda() if self._on_gpu else given
         overwritten = torch.empty_like(given) if name in _IN_PLACE else given
         segments = expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES)
-        issued: list[tuple[str, int]] = []
 
         def wait() -> None:
             if self._on_gpu:
@@ -142,13 +139,9 @@ class TorchCalls:
             wait()
             return x if name in _IN_PLACE else result
 
-        def first_call() -> list[tuple[str, int]]:
-            with collectives.record() as recorded:
-                call(prepare())
-            return [(one.kind, one.num_bytes) for one in recorded]
-
-        issued = first_call()
+        with collectives.record() as issued:
+            call(prepare())
         return Call(
             size_bytes, prepare, call, lambda result: num_wrong(result.cpu().numpy(), segments),
-            plan(name, _OF_TORCH, size_bytes, num_ranks), lambda: issued,
+            plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
         )  # fmt: skip

@@ -2,9 +2,8 @@
 
     python -m benchmarks collectives --ranks 2 --sizes-mb 1 10 100
 
-A backend with a number of ranks is one case. Cases run one after the other.
-Every round calls each collective of a size once; the time of a call is that of its slowest rank, and the result of
-every call is checked bit for bit. Simulated devices copy within one memory and send nothing.
+A backend with a number of ranks is one case. Every round calls each collective of a size once; the time of a call is
+that of its slowest rank, and the result of every call is checked bit for bit.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import stopwatch, summarize
 
 from . import nccl_tests
-from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, NotRun, Options, Say
+from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
 from .collective_cases import NAMES, QUICK_NAMES, rates
-from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank
+from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
 from .render import CHECK, STEP, Column, Row, by, counts, new_figure, percent, size
 from .timing import Attempts, interleave
 
@@ -54,7 +53,7 @@ class Sweep:
 
 
 def cases(options: Options) -> list[Case]:
-    """Each backend with 2, 4 and 6 ranks, on GPUs also with all of them; then the programs and files of nccl-tests."""
+    """Each backend with 2, 4 and 6 ranks, on GPUs also with all of them; then the files of nccl-tests."""
     if options.steps is not None and options.steps < MIN_ROUNDS:
         raise ValueError(f"steps (={options.steps}) must be at least {MIN_ROUNDS} rounds, or the spread means nothing")
     if options.ranks == 1:
@@ -69,9 +68,6 @@ def cases(options: Options) -> list[Case]:
     for ranks, framework in _backends(options):
         sweep = Sweep(framework, ranks, names, sizes, options.steps, budget_s)
         found.append(Case(f"{ranks.backend(framework)}, {ranks.num} ranks", sweep))
-    gpus = sorted({case.setup.ranks.num for case in found if case.setup.ranks.kind == "gpus"})
-    for num in gpus if nccl_tests.installed(names) and options.on != "job" else ():
-        found.append(Case(f"{nccl_tests.NAME}, {num} ranks", (nccl_tests.installed(names), sizes, num)))
     for path in options.nccl_tests or ():
         nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
         found.append(Case(f"{nccl_tests.NAME}, {path}", path))
@@ -93,35 +89,24 @@ def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
                 yield from ((ranks, framework) for framework in both)
 
 
-def measure(case: Case, say: Say) -> Iterable[dict[str, Any]]:
-    """Rows of a case."""
+def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
+    """Rows of a file of nccl-tests or of a sweep, collective by collective."""
     if isinstance(case.setup, str):
-        return nccl_tests.read_file(case.setup)
-    if isinstance(case.setup, tuple):
-        return nccl_tests.run_programs(*case.setup)
-    say(f"{case.name}: {size(case.setup.sizes[0])} to {size(case.setup.sizes[-1])}")
-    return _measure(case.setup, say)
-
-
-def _measure(sweep: Sweep, say: Say) -> Iterator[dict[str, Any]]:
-    common = {"framework": sweep.framework, "backend": sweep.ranks.backend(sweep.framework), "dtype": "float32"}
+        yield from nccl_tests.read_file(case.setup)
+        return
+    sweep: Sweep = case.setup
+    say(f"{case.name}: {size(sweep.sizes[0])} to {size(sweep.sizes[-1])}")
     sizes, left_out = fitting(sweep)
-    if not sizes:
-        raise NotRun(left_out[0][1])
-    rows = sweep.ranks.run(time_sweep, sweep, sizes, in_jax=sweep.framework == "jaxddp", say=say)
-    order = {name: place for place, name in enumerate(NAMES)}
-    for row in sorted(rows, key=lambda row: (order[row["collective"]], row["asked_bytes"])):
-        yield common | {"num_ranks": sweep.ranks.num} | row
-    for asked, why in left_out:
-        yield common | {"num_ranks": sweep.ranks.num, "asked_bytes": asked, "check": f"{NOT_RUN}{why}"}
+    rows = sweep.ranks.run(time_sweep, sweep, sizes, in_jax=sweep.framework == "jaxddp", say=say) if sizes else []
+    rows.sort(key=lambda row: (NAMES.index(row["collective"]), row["asked_bytes"]))
+    rows += [{"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
+    backend, num = sweep.ranks.backend(sweep.framework), sweep.ranks.num
+    common = {"framework": sweep.framework, "backend": backend, "dtype": "float32", "num_ranks": num}
+    yield from (common | row for row in rows)
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
-    """The sizes that fit into memory, largest first: memory freed by large buffers serves smaller ones.
-
-    Returns:
-        Those sizes; and of the others why not.
-    """
+    """The sizes that fit into memory, largest first, whose freed memory serves the others; and why the rest do not."""
     ranks, sizes, left_out = sweep.ranks, [], []
     on_gpus, free = ranks.kind == "gpus", 0.95 * free_bytes(ranks.kind)
     processes = 0 if on_gpus else PROCESS_BYTES * (1 if ranks.kind == "simulated" else ranks.num)
@@ -130,8 +115,7 @@ def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
         if needed <= free:
             sizes.append(asked)
         else:
-            why = f"{size(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} can be had"
-            left_out.append((asked, why))
+            left_out.append((asked, f"{size(asked)} needs {needed / GIB:.1f} GiB, {free / GIB:.1f} can be had"))
     return sizes, left_out
 
 
@@ -147,10 +131,8 @@ def time_sweep(ranks: Ranks, sweep: Sweep, sizes: Sequence[int]) -> list[dict[st
         made = {name: attempt(name, partial(side.make, name, asked)) for name in sweep.names}
         calls = {name: call for name, call in made.items() if call}
         rows += _time_calls(sweep, asked, calls, attempt)
-        rows += [
-            {"collective": name, "asked_bytes": asked, "check": f"{FAILED}{why}"}
-            for name, why in attempt.failed.items()
-        ]
+        failed = {name: f"{FAILED}{why}" for name, why in attempt.failed.items()}
+        rows += [{"collective": name, "asked_bytes": asked, "check": check} for name, check in failed.items()]
     of_all = {"device": side.device, "versions": side.versions | (cuda_libraries() if ranks.kind == "gpus" else {})}
     return [of_all | row for row in rows]
 
@@ -174,18 +156,18 @@ def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attemp
     num_rounds = sweep.num_rounds or rounds_within(sweep.budget_s, round_s)
     _, seconds = interleave(steps, num_rounds, 0, attempt=attempt, before=before, after=after)
     for name, of_rank in seconds.items():
-        slowest = [max(times) for times in zip(*gather(of_rank), strict=True)]
-        call, timings = calls[name], summarize(slowest)
+        call, times = calls[name], slowest(of_rank)
+        timings = summarize(times)
         algbw, busbw = rates(name, call.size_bytes, timings.median_ms * 1e-3, sweep.ranks.num)
-        found, num_wrong = call.found(), sum(gather(wrong[name]))
-        is_planned = call.planned is None or sorted(call.planned) == sorted(found)
+        found, num_wrong = call.found, sum(gather(wrong[name]))
         row = {
             "collective": name, "asked_bytes": asked, "size_bytes": call.size_bytes, **timings._asdict(),
             "num_rounds": num_rounds, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw, "kernel": call.kernel,
-            "planned": call.planned, "compiled": found, "rounds_ms": [float(f"{each * 1e3:.5g}") for each in slowest],
-            "check": f"{WRONG}other collectives than planned" if not is_planned
-            else f"{WRONG}{num_wrong:,} values" if num_wrong else "ok",
+            "planned": call.planned, "compiled": found, "rounds_ms": [float(f"{each * 1e3:.5g}") for each in times],
+            "check": f"{WRONG}{num_wrong:,} values" if num_wrong else "ok",
         }  # fmt: skip
+        if call.planned is not None and sorted(call.planned) != sorted(found):
+            row["check"] = f"{WRONG}other collectives than planned"
         if sweep.ranks.kind == "gpus" and asked <= MOST_IN_A_ROW_BYTES:
             row["in_a_row_us"] = 1e6 * float(np.median([_in_a_row(call) for _ in range(1 + MIN_ROUNDS)][1:]))
         yield row
