@@ -55,11 +55,6 @@ class Case(NamedTuple):
     folder: Path | None = None
 
 
-def nothing_to_compare(rows: Sequence[Row]) -> Iterable[Mapping[str, Any]]:
-    """The ``check`` of benchmarks whose rows are judged one by one."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """A benchmark; the module's docstring says what each function does.
@@ -75,8 +70,8 @@ class Benchmark:
     cases: Callable[[Options], Sequence[Case]]
     measure: Callable[[Case, Say], Iterable[Mapping[str, Any]]]
     columns: Mapping[str, Sequence[Column]]
-    plot: Callable[[Sequence[Row]], Iterable[Any]]
-    check: Callable[[Sequence[Row]], Iterable[Mapping[str, Any]]] = nothing_to_compare
+    plot: Callable[[Sequence[Row]], Iterable[Any]] = lambda rows: ()
+    check: Callable[[Sequence[Row]], Iterable[Mapping[str, Any]]] = lambda rows: ()
     notes: Sequence[str] = ()
 
 

@@ -28,14 +28,14 @@ import numpy as np
 from jaxddp.cli.launch import child_command
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say
-from .render import CHECK, Column, Row, by, new_figure, percent
+from .render import CHECK, Column, Row, by, percent
 
 KILL, STOP, FULL_DISK, PREEMPT, LAUNCHER = KINDS = (
     "rank killed (SIGKILL)", "rank stopped (SIGSTOP)", "disk full", "preempted (SIGTERM)", "launcher killed (SIGKILL)",
 )  # fmt: skip
-CHECKPOINT_EVERY, ENDLESS, STUCK_S = 10, 10**9, 10
+CHECKPOINT_EVERY, ENDLESS, STUCK_S, _POLL_S = 10, 10**9, 10, 0.05
 END_BOUND_S, BACK_BOUND_S = 60.0, 300.0  # until ranks are ended by hand; until the soak gives up
-# Growth in the quiet time that is called flat: of memory a share, as pages that were freed are kept and reused.
+# Growth in the quiet time that is called flat; below 1 a share, as pages that were freed are kept and reused.
 _FLAT = {"memory_mib": 0.05, "handles": 2.0, "threads": 2.0}
 _WARM_UP_S, _SHORTEST_S = 30.0, 120.0  # of the quiet time
 _MARK = "JAXDDP_SOAK"  # in the environment of all that a soak starts
@@ -75,13 +75,14 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Soaks a package: a row per fault, one of the whole, and one per process."""
     setup: SoakSetup = case.setup
+    assert case.folder is not None  # where the logs go
     say(f"{setup.package}: {setup.minutes:g} minutes, {setup.num_ranks} ranks, faults of seed {setup.seed}")
     common = {"framework": setup.package, "num_ranks": setup.num_ranks, "seed": setup.seed}
-    records, since_s, num_faults = case.folder or Path(tempfile.mkdtemp()), time.monotonic(), 0
+    since_s, num_faults = time.monotonic(), 0
     end_s = since_s + 60 * setup.minutes
     with temporary_disk() as (folder, has_disk):
         kinds = [kind for kind in KINDS if has_disk or kind != FULL_DISK]
-        with Job(setup, folder / "disk" / "ck", records / f"{setup.package}.log", ENDLESS) as job:
+        with Job(setup, folder / "disk" / "ck", case.folder / f"{setup.package}.log", ENDLESS) as job:
             job.await_step(1)
             for kind, rank, seconds in setup.faults or draw_faults(setup.seed, setup.num_ranks, kinds):
                 time.sleep(seconds)
@@ -90,24 +91,28 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
                 yield common | (row := job.endure(kind, rank))
                 num_faults += 1
                 say(f"{setup.package}: {kind} at step {row['step']}: back after {row['back_s']:.1f} s, {row['check']}")
-            quiet_s = 5.0 if setup.faults else max(0.0, end_s - time.monotonic())
-            usage = list(usage_over(job.pids(), quiet_s))
-            left, seconds = job.finish(), time.monotonic() - since_s
+            usage = list(usage_over(job.pids(), 5.0 if setup.faults else max(0.0, end_s - time.monotonic())))
+            job.launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.launcher.wait(END_BOUND_S)
+            wrong, seconds = job.left_behind(), time.monotonic() - since_s
         step, found = newest_weights(setup.package, folder / "disk" / "ck")
-        with Job(setup, folder / "again", records / f"{setup.package}-undisturbed.log", step) as job:
-            first = job.await_step(1)
-            since_last_s = time.monotonic()
+        with Job(setup, folder / "again", case.folder / f"{setup.package}-undisturbed.log", step) as job:
+            first, since_first_s = job.await_step(1), time.monotonic()
             job.await_step(step, BACK_BOUND_S + 10.0 * step)
-            per_step_s = (time.monotonic() - since_last_s) / max(1, step - first)
+            per_step_s = (time.monotonic() - since_first_s) / max(1, step - first)
         expected = newest_weights(setup.package, folder / "again")[1]
     difference = max(float(np.abs(found[name] - array).max()) for name, array in expected.items())
-    wrong = [*(["other weights than those of an undisturbed run"] if difference else []), *([left] if left else [])]
+    wrong += ["other weights than those of an undisturbed run"] if difference else []
     yield common | {
         "table": WHOLE, "minutes": seconds / 60, "num_faults": num_faults, "step": step,
-        "goodput": step * per_step_s / seconds, "max_weight_difference": difference,
-        "check": f"{WRONG}{'; '.join(wrong)}" if wrong else "ok",
+        "goodput": step * per_step_s / seconds, "max_weight_difference": difference, "check": _check(wrong),
     }  # fmt: skip
     yield from (common | {"table": USAGE} | row for row in usage)
+
+
+def _check(wrong: Sequence[str]) -> str:
+    return f"{WRONG}{'; '.join(wrong)}" if wrong else "ok"
 
 
 @contextlib.contextmanager
@@ -148,18 +153,17 @@ class Job:
     launcher: subprocess.Popen[bytes]
 
     def __init__(self, setup: SoakSetup, checkpoints: Path, log: Path, steps: int) -> None:
-        """Makes the command."""
-        self._checkpoints, self._log, self._mark = checkpoints, log, f"{_MARK}={uuid.uuid4().hex}"
+        self._checkpoints, self._log, self._mark = checkpoints, log, uuid.uuid4().hex
+        self._filler = checkpoints.parent / "filler"
         options = {
             "processes": setup.num_ranks, "devices": setup.num_ranks, "max-restarts": ENDLESS, "stuck-s": STUCK_S,
             "model": "byte_shallow", "batch-size": 4 * setup.num_ranks, "steps": steps, "seed": setup.seed,
             "checkpoint": checkpoints, "checkpoint-every": CHECKPOINT_EVERY,
         }  # fmt: skip
         flags = [f"--{name}={value}" for name, value in options.items()]
-        self._command = ["-m", setup.package, "train", "--resume", *flags]
+        self._command = child_command(["-m", setup.package, "train", "--resume", *flags])
 
     def __enter__(self) -> Job:
-        """Starts the job."""
         self.launch()
         return self
 
@@ -171,79 +175,63 @@ class Job:
 
     def launch(self) -> None:
         """Starts the launcher, as a scheduler would, for the first time or again."""
-        root = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {_MARK: self._mark.partition("=")[2], "PYTHONPATH": root}
         with self._log.open("ab") as log:
             self.launcher = subprocess.Popen(
-                child_command(self._command), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=log, start_new_session=True,
+                self._command, env=os.environ | {_MARK: self._mark}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
             )  # fmt: skip
-
-    @property
-    def step(self) -> int:
-        """Of the newest checkpoint."""
-        return newest_step(self._checkpoints)
 
     def pids(self) -> dict[str, int]:
         """The launcher and the ranks, its children, by role."""
-        found = {"launcher": self.launcher.pid}
-        for pid in self._marked():
-            with contextlib.suppress(OSError, StopIteration):
-                if int(_stat(pid)[1]) == self.launcher.pid:
-                    rank = next(one for one in _environment(pid) if one.startswith("RANK="))
-                    found[f"rank {rank[5:]}"] = pid
-        return found
+        launcher = self.launcher.pid
+        ranks = {f"rank {rank}": pid for pid, (parent, rank) in self._marked().items() if rank and parent == launcher}
+        return {"launcher": launcher} | ranks
 
     def await_step(self, step: int, seconds: float = BACK_BOUND_S) -> int:
         """Waits for a checkpoint of this step or a later one, and gives its step."""
         deadline = time.monotonic() + seconds
-        while self.step < step:
-            time.sleep(0.05)
+        while (newest := newest_step(self._checkpoints)) < step:
+            time.sleep(_POLL_S)
             if time.monotonic() > deadline:
                 raise OSError(f"no checkpoint of step {step} or later came: see {self._log}")
-        return self.step
+        return newest
 
     def endure(self, kind: str, rank: int) -> dict[str, Any]:
-        """Injects a fault, and waits for the first checkpoint of those that train after it.
-
-        Returns:
-            A row: seconds until it was noticed, until all ranks had ended and until training was back, and what was
-            left behind.
-        """
-        roles, num_printed, since, step = self.pids(), self._log.stat().st_size, time.monotonic(), self.step
+        """Injects a fault, and waits for the first checkpoint of those that train after it; gives the row."""
+        roles, num_printed = self.pids(), self._log.stat().st_size
+        since_s, step = time.monotonic(), newest_step(self._checkpoints)
         old = {pid for role, pid in roles.items() if role != "launcher"}
         others = set(roles.values()) - {self._inject(kind, roles, rank)}
         noticed_s: float | None = None
         ended_s: float | None = None
-        said: list[str] = []
+        wrong: list[str] = []
         saved = step
-        while ended_s is None or self.step <= saved:
-            time.sleep(0.05)
-            now_s = time.monotonic() - since
-            if noticed_s is None and not said:
+        while ended_s is None or newest_step(self._checkpoints) <= saved:
+            time.sleep(_POLL_S)
+            now_s = time.monotonic() - since_s
+            if noticed_s is None and not wrong:
                 if self._log.stat().st_size > num_printed or not all(map(is_alive, others)):
                     noticed_s = now_s
             if ended_s is None and not any(map(is_alive, old)):
-                ended_s, saved = now_s, self.step
-                (self._checkpoints.parent / "filler").unlink(missing_ok=True)
-            elif ended_s is None and now_s > END_BOUND_S and not said:
-                said = [f"ranks were ended by hand after {END_BOUND_S:g} s"]
+                ended_s, saved = now_s, newest_step(self._checkpoints)
+                self._filler.unlink(missing_ok=True)
+            elif ended_s is None and now_s > END_BOUND_S and not wrong:
+                wrong = [f"ranks were ended by hand after {END_BOUND_S:g} s"]
                 _kill(old)
             if ended_s is not None and self.launcher.poll() is not None:
-                said += [left] if (left := self._left()) else []
+                wrong += self.left_behind()
                 self.launch()
             if now_s > BACK_BOUND_S:
                 raise OSError(f"{kind} at step {step}: not back after {BACK_BOUND_S:g} s, see {self._log}")
         return {
             "table": FAULTS, "fault": kind, "rank": rank if kind in (KILL, STOP) else None, "step": step,
-            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": time.monotonic() - since,
-            "check": f"{WRONG}{'; '.join(said)}" if said else "ok",
+            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": time.monotonic() - since_s, "check": _check(wrong),
         }  # fmt: skip
 
     def _inject(self, kind: str, roles: dict[str, int], rank: int) -> int | None:
         """Does it, and gives the process that it hits if it is a single one."""
         if kind == FULL_DISK:
-            with (self._checkpoints.parent / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(2**16))
             return None
@@ -251,25 +239,24 @@ class Job:
         os.kill(pid := roles[f"rank {rank}" if kind in (KILL, STOP) else "launcher"], signals[kind])
         return None if kind == PREEMPT else pid
 
-    def finish(self) -> str:
-        """Preempts the job for good; what is left behind."""
-        self.launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.launcher.wait(END_BOUND_S)
-        return self._left()
-
-    def _left(self) -> str:
-        """What the launcher has left behind, within 20 s of its end."""
+    def left_behind(self) -> list[str]:
+        """What the launcher has left behind 20 s after its end, which is ended here."""
         deadline = time.monotonic() + 20
         while (left := self._marked()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(_POLL_S)
         _kill(left)
-        return f"{len(left)} processes were left behind" if left else ""
+        return [f"{len(left)} processes were left behind"] if left else []
 
-    def _marked(self) -> set[int]:
-        """The processes that this job started, whoever their parents are."""
-        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-        return {pid for pid in pids if is_alive(pid) and self._mark in _environment(pid)}
+    def _marked(self) -> dict[int, tuple[int, str]]:
+        """The living processes that this job started, whoever their parents are: each one's parent and rank."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # another user's, or it has ended
+                variables = (process / "environ").read_text(errors="replace").split("\0")
+                if f"{_MARK}={self._mark}" in variables and is_alive(pid := int(process.name)):
+                    rank = next((one for one in variables if one.startswith("RANK=")), "")
+                    found[pid] = int(_stat(pid)[1]), rank.removeprefix("RANK=")
+        return found
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -282,12 +269,6 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _environment(pid: int) -> list[str]:
-    with contextlib.suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    return []
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs or is stopped; one that has ended and was not waited for is not."""
     with contextlib.suppress(OSError):
@@ -296,45 +277,36 @@ def is_alive(pid: int) -> bool:
 
 
 def usage_over(pids: dict[str, int], seconds: float) -> Iterator[dict[str, Any]]:
-    """What processes use after some seconds, and how much more than at their start; a row for each."""
-    is_long = seconds >= _SHORTEST_S
-    time.sleep(_WARM_UP_S if is_long else 0)
-    before = {role: _usage(pid) for role, pid in (pids | {"soak itself": os.getpid()}).items()}
-    time.sleep(seconds - _WARM_UP_S if is_long else seconds)
-    for role, pid in (pids | {"soak itself": os.getpid()}).items():
+    """What processes use after some seconds, and how much more than after the first 30 of them; a row for each."""
+    time.sleep(warm_up_s := min(_WARM_UP_S, seconds))
+    before = {role: _usage(pid) for role, pid in pids.items()}
+    time.sleep(seconds - warm_up_s)
+    for role, pid in pids.items():
         now = _usage(pid)
-        growth = {name: now[name] - before[role][name] for name in _FLAT}
-        limits = {name: limit * (now[name] if name == "memory_mib" else 1) for name, limit in _FLAT.items()}
-        grown = [name for name in _FLAT if growth[name] > limits[name]]
-        check = "too short to judge" if not is_long else f"{WRONG}{', '.join(grown)} grow" if grown else "flat"
+        growth = {name: now[name] - before[role][name] for name in now}
+        grown = [name for name, limit in _FLAT.items() if growth[name] > limit * (now[name] if limit < 1 else 1)]
+        check = f"{WRONG}{', '.join(grown)} grow" if grown else "flat"
+        check = check if seconds >= _SHORTEST_S else "too short to judge"
         yield {"role": role, **now, **{f"{name}_growth": one for name, one in growth.items()}, "check": check}
 
 
 def _usage(pid: int) -> dict[str, float]:
     """Resident memory in MiB, open file handles and threads of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    counts = {name: len(os.listdir(f"/proc/{pid}/{what}")) for name, what in (("handles", "fd"), ("threads", "task"))}
-    return {"memory_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20, **counts}
+    process = Path(f"/proc/{pid}")
+    memory_mib = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    handles, threads = (len(os.listdir(process / name)) for name in ("fd", "task"))
+    return {"memory_mib": memory_mib, "handles": handles, "threads": threads}
 
 
 def sum_up(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """The faults of each kind and package as one row."""
     for (kind, package), some in by([row for row in rows if row.get("fault")], "fault", "framework").items():
         bad = [row["check"] for row in some if row["check"] != "ok"]
-        row: dict[str, Any] = {"fault": kind, "framework": package, "tried": len(some)}
+        found: dict[str, Any] = {"fault": kind, "framework": package, "tried": len(some)}
         for name in ("noticed_s", "ended_s", "back_s"):
-            times = [r[name] for r in some if r[name] is not None]
-            row[name] = (median(times), max(times)) if times else None
-        yield row | {"check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok"}
-
-
-def plot(rows: Sequence[Row]) -> Iterable[Any]:
-    """How long training took to be back after each fault."""
-    for (package,), some in by([row for row in rows if row.get("fault") and row.get("step")], "framework").items():
-        figure, axes = new_figure(f"{package}: until training was back", height=3)
-        axes[0][0].scatter([row["back_s"] for row in some], [row["fault"] for row in some])
-        axes[0][0].set_xlabel("s")
-        yield figure
+            times = [row[name] for row in some if row[name] is not None]
+            found[name] = (median(times), max(times)) if times else None
+        yield found | {"check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok"}
 
 
 def _seconds(value: Any) -> str:
@@ -342,14 +314,10 @@ def _seconds(value: Any) -> str:
 
 
 _SIDE = Column("package", "framework")
-_TIMES = tuple(
-    Column(title, f"{key}_s", "s", _seconds)
-    for title, key in (("time to detect", "noticed"), ("all ended", "ended"), ("time to recover", "back"))
-)
-_USED = tuple(
-    Column(title, key, form=_seconds)
-    for what, title in (("memory_mib", "memory, MiB"), ("handles", "handles"), ("threads", "threads"))
-    for title, key in ((title, what), ("growth", f"{what}_growth"))
+_TIMES = (
+    Column("time to detect", "noticed_s", "s", _seconds),
+    Column("all ended", "ended_s", "s", _seconds),
+    Column("time to recover", "back_s", "s", _seconds),
 )
 BENCHMARK = Benchmark(
     "soak", "training while ranks are killed and stopped: what faults cost, and what stays behind",
@@ -360,11 +328,15 @@ BENCHMARK = Benchmark(
             _SIDE, Column("minutes", form=_seconds), Column("faults", "num_faults"), Column("steps", "step"),
             Column("goodput", form=percent), Column("max diff", "max_weight_difference", form=str), CHECK,
         ),
-        USAGE: (Column("process", "role"), _SIDE, *_USED, CHECK),
+        USAGE: (
+            Column("process", "role"), _SIDE, Column("memory", "memory_mib", "MiB", _seconds),
+            Column("growth", "memory_mib_growth", "MiB", _seconds), Column("handles"),
+            Column("growth", "handles_growth"), Column("threads"), Column("growth", "threads_growth"), CHECK,
+        ),
         FAULTS: (Column("fault"), _SIDE, Column("rank"), Column("at step", "step"), *_TIMES, CHECK),
     },
-    plot, sum_up,
-    (
+    check=sum_up,
+    notes=(
         "time to detect: until another process or the launcher printed a line or ended; a full disk is noticed by the"
         " next save. time to recover: until the first checkpoint of those that train after it",
         "growth: over the quiet time at the end, without its first 30 s",
