@@ -18,10 +18,8 @@ import atexit
 import ctypes
 import itertools
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +34,6 @@ _T = TypeVar("_T")
 
 MIN_HOSTS, MAX_HOSTS = 2, 8
 BURST_BYTES = 256 * 1024  # sent at once by an idle end of a link
-_MAX_WAIT = "50ms"
 _INTERFACE = "eth0"
 _PREFIX = "jaxddp-lab"
 _NAMESPACES = Path("/run/netns")  # where ip keeps them
@@ -92,32 +89,23 @@ class Host:
 
 
 class Lab:
-    """Hosts, which exist while it is open, and the links between them, of ``rate_mbit`` each way; a context manager."""
+    """Hosts, which exist while it is open, and the links between them, of ``rate_mbit`` each way; a context manager.
+
+    Raises:
+        ValueError: If there are not 2 to 8 hosts; when it is opened, if this machine does not allow it.
+    """
 
     def __init__(self, num_hosts: int, rate_mbit: float) -> None:
-        """Plans a lab of 2 to 8 hosts; makes nothing yet.
-
-        Raises:
-            ValueError: If a number is out of range.
-        """
         if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"hosts (={num_hosts}) must be at least {MIN_HOSTS} and at most {MAX_HOSTS}")
-        if not 0 < rate_mbit < float("inf"):
-            raise ValueError(f"rate_mbit (={rate_mbit:g}) must be a positive number of Mbit/s")
         self.rate_mbit = rate_mbit
-        self._owner_pid = os.getpid()
-        name = f"{_PREFIX}.{self._owner_pid}.{_start_time(self._owner_pid)}.{next(_serial)}"
+        name = f"{_PREFIX}.{os.getpid()}.{_start_time(os.getpid())}.{next(_serial)}"
         self._bridge = f"{name}.bridge"
         # The network is isolated, so any private addresses will do.
         self.hosts = tuple(Host(f"{name}.host{index}", f"10.77.0.{index + 1}") for index in range(num_hosts))
 
     def __enter__(self) -> Lab:
-        """Makes the hosts, after removing labs of processes that are gone.
-
-        Raises:
-            ValueError: If this machine does not allow it.
-        """
-        check_machine()
+        """Makes the hosts, after removing labs of processes that are gone."""
         _remove_leftovers()
         atexit.register(self.close)
         try:
@@ -130,13 +118,10 @@ class Lab:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the lab."""
         self.close()
 
     def close(self) -> None:
         """Removes everything that was made; harmless if called again."""
-        if os.getpid() != self._owner_pid:  # in a forked child
-            return
         for name in (self._bridge, *(host.name for host in self.hosts)):
             _remove(name)
         atexit.unregister(self.close)
@@ -147,6 +132,7 @@ class Lab:
         _run("ip", "netns", "add", self._bridge)
         _run("ip", "-n", self._bridge, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._bridge, "link", "set", "bridge", "up")
+        limit = ["rate", f"{self.rate_mbit * 1e6:.0f}bit", "burst", str(BURST_BYTES), "latency", "50ms"]
         for index, host in enumerate(self.hosts):
             port, peer = f"port{index}", ["peer", "name", _INTERFACE, "netns", host.name]
             _run("ip", "netns", "add", host.name)
@@ -156,23 +142,18 @@ class Lab:
             for interface in ("lo", _INTERFACE):
                 _run("ip", "-n", host.name, "link", "set", interface, "up")
             for namespace, interface in ((host.name, _INTERFACE), (self._bridge, port)):
-                limit = ["rate", f"{self.rate_mbit * 1e6:.0f}bit", "burst", str(BURST_BYTES), "latency", _MAX_WAIT]
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limit)
 
 
 def open_lab() -> Lab:
-    """Returns the lab that this process has open, the last of several; raises ValueError if there is none."""
-    if not _open:
-        raise ValueError("ranks of kind 'lab' run on the hosts of a Lab, and none is open")
+    """Returns the lab that this process has open, the last of several."""
+    assert _open, "ranks of kind 'lab' run on the hosts of a Lab that is open"
     return _open[-1]
 
 
 @contextmanager
 def lab_for(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Keeps a lab open if ranks are to run in one, once its link was measured.
-
-    Yields:
-        The fields of rows about the lab.
+    """Keeps a lab open if ranks are to run in one, once its link was measured; gives the fields of rows about it.
 
     Raises:
         ValueError: If options contradict each other, no lab can be made, or its link has another rate.
@@ -224,15 +205,6 @@ def _receive(receiver: socket.socket, num_bytes: int) -> float:
     return time.perf_counter() - since
 
 
-def check_machine() -> None:
-    """Raises ValueError if this is not Linux, or a command is missing."""
-    if sys.platform != "linux":
-        raise ValueError(f"a lab is made of Linux's network namespaces, and this is {sys.platform}")
-    for command in ("ip", "tc"):
-        if shutil.which(command) is None:
-            raise ValueError(f"a lab needs the command {command!r}, of the package iproute2")
-
-
 def _remove_leftovers() -> None:
     for path in _NAMESPACES.glob(f"{_PREFIX}.*.*.*.*"):
         _, pid, start_time, *_ = path.name.split(".")
@@ -259,7 +231,10 @@ def _start_time(pid: int) -> str | None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[0]
-        raise ValueError(f"no lab can be made here, which takes root: {' '.join(command)}: {reason}")
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise ValueError(f"a lab needs Linux and the command {command[0]!r}, of the package iproute2") from None
+    except subprocess.CalledProcessError as failed:
+        reason = (failed.stderr.strip().splitlines() or [f"exit status {failed.returncode}"])[0]
+        raise ValueError(f"no lab can be made here, which takes root: {' '.join(command)}: {reason}") from None

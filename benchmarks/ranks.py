@@ -21,7 +21,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ _TIMEOUT_S, _GPU_TIMEOUT_S = 3600.0, 600.0
 # torch needs room on the GPU beside JAX; XLA's collectives have streams of the highest priority, as torch's get here. A
 # rank that hangs ends with what NCCL last said.
 _ON_GPUS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_DEBUG": "WARN"}
+_TWO_THREADS = {"NPROC": "2"}
 # They would overrule the arithmetic that a benchmark sets.
 _OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 _job: Job | None = None  # the one that this process has joined
@@ -75,7 +76,7 @@ class Ranks:
         return {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
 
     def in_words(self, framework: str) -> str:
-        """How the ranks of a framework run."""
+        """As a row has it."""
         if self.kind == "simulated" and framework == "jaxddp":
             return f"{self.num} simulated CPU devices in one process"
         what = "a GPU" if self.kind == "gpus" else "one core"
@@ -90,21 +91,16 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
         """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
 
-        ``in_jax`` tells whether JAX is used: its simulated ranks are one process. What a rank reports is said if it is
-        text.
-
-        Raises:
-            RankError: If a rank raises, dies or is silent for too long.
+        ``in_jax`` tells whether JAX is used: its simulated ranks are one process. Raises RankError if a rank raises,
+        dies or is silent for too long.
         """
         if self.is_job:
             return fn(self, *args)
         on_gpus = self.kind == "gpus"
-        environment = dict(_ON_GPUS if on_gpus else allocator.ENVIRONMENT)
-        if self.kind in ("processes", "lab"):
-            environment["NPROC"] = "2"
-        with mock.patch.dict(os.environ, environment | os.environ):  # what the user has set stays
-            for name in _OVERRIDES:
-                os.environ.pop(name, None)
+        environment = _ON_GPUS if on_gpus else allocator.ENVIRONMENT
+        environment = environment | (_TWO_THREADS if self.kind in ("processes", "lab") else {})
+        with mock.patch.dict(os.environ):
+            _set_variables(environment)
             results = launch(
                 fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
                 backend="nccl" if on_gpus else "gloo",
@@ -173,35 +169,33 @@ def join_job() -> tuple[bool, dict[str, Any]]:
 
     Returns:
         Whether it is the first; and the fields of rows about the job.
-
-    Raises:
-        ValueError: If there is no job, or it cannot be joined.
     """
     global _job
     _job = find_job()
     if _job is None:
         raise ValueError("on (=job) must be in a job: start a process for each rank with srun, torchrun or mpirun")
-    for name in _OVERRIDES:
-        os.environ.pop(name, None)
     is_on_gpus = bool(num_gpus())
-    for name, value in (_ON_GPUS if is_on_gpus else {"NPROC": "2"}).items():
-        os.environ.setdefault(name, value)
+    _set_variables(_ON_GPUS if is_on_gpus else _TWO_THREADS)
     torch.set_num_threads(1)
     init_from_env("nccl" if is_on_gpus else "gloo")
     return _job.process_id == 0, {"job_ranks": _job.num_processes, "launcher": _job.describe("1 x rank")}
 
 
+def _set_variables(defaults: Mapping[str, str]) -> None:
+    """Sets variables of ranks; what the user has set stays, but for those that would overrule the arithmetic."""
+    for name in _OVERRIDES:
+        os.environ.pop(name, None)
+    os.environ.update(defaults | os.environ)
+
+
 def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: str = "processes") -> Ranks:
-    """Decides how ranks run.
+    """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts, or no room for the processes.
 
     Args:
         num: How many were asked for; None for all GPUs or ``default`` on CPUs, for a host each of a lab.
         kind: One of ``KINDS``; None for GPUs where both frameworks find some, else ``on_cpus``.
         default: On CPUs.
         on_cpus: The kind.
-
-    Raises:
-        ValueError: If there are not so many GPUs, hosts or processes of the job, or no room for so many processes.
     """
     if kind == "job":
         assert _job is not None, "the process has joined its job"
@@ -228,14 +222,10 @@ def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: st
 
 
 def free_bytes(kind: str) -> int:
-    """Free memory: of the machine and its container, or of the fullest GPU.
-
-    Raises:
-        ValueError: If there are GPUs and no ``nvidia-smi`` to ask; CUDA itself would start a context in this process.
-    """
+    """Free memory: of the machine and its container, or of the fullest GPU."""
     if kind != "gpus":
         return free_memory_bytes()
-    if not (found := gpus()):
+    if not (found := gpus()):  # CUDA itself would start a context in this process
         raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
     return min(gpu.free_bytes for gpu in found)
 
