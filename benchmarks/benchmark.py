@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -93,7 +92,8 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
 
     def keep(row: Mapping[str, Any], case: str) -> None:
         assert "check" in row, f"a row of {case} has no check"
-        rows.append(dict.fromkeys(FIELDS) | common | {"case": case, "measured_at": _now()} | dict(row))
+        now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+        rows.append(dict.fromkeys(FIELDS) | common | {"case": case, "measured_at": now} | row)
         if folder is not None:
             with (folder / METRICS).open("a") as lines:
                 lines.write(json.dumps(rows[-1]) + "\n")
@@ -107,7 +107,7 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
         except (RankError, ValueError, OSError) as error:
             if "job_ranks" in about:  # the other processes would wait for this one: the launcher has to end them
                 raise
-            keep({"check": f"{FAILED}{_keep_error(folder, case.name, error)}"}, case.name)
+            keep({"check": f"{FAILED}{first_line(error)}", "error": str(error)}, case.name)
         if rows and rows[-1]["check"].startswith((NOT_RUN, FAILED)):
             say(f"{case.name}: {rows[-1]['check']}")
     for row in list(benchmark.check(rows)):
@@ -118,11 +118,7 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Reads the rows of a run.
-
-    Raises:
-        ValueError: If there are none, or a line is no row.
-    """
+    """Reads the rows of a run; raises ValueError if there are none, or a line is no row."""
     path = folder / METRICS
     if not path.is_file():
         raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
@@ -139,11 +135,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def new_folder(out: str | None, name: str) -> Path:
-    """Makes the folder of a run, a new one under ``runs/`` if ``out`` is None.
-
-    Raises:
-        ValueError: If ``out`` exists and is not an empty folder: nothing is overwritten.
-    """
+    """Makes the folder of a run, a new one under ``runs/`` if ``out`` is None; nothing is overwritten."""
     folder = Path(out) if out else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out (={folder}) must not exist, or be an empty folder: nothing is overwritten")
@@ -167,23 +159,17 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit checked out beside this file, with ``+`` if files differ from it; empty if there is none."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return commit + ("+" if changes else "")
 
 
-def _now() -> str:
-    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
-
-
-def _keep_error(folder: Path | None, name: str, error: BaseException) -> str:
-    """Writes an error to a file of its own, and returns its first line."""
-    if folder is not None:
-        (folder / f"error-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.txt").write_text(f"{error}\n")
+def first_line(error: BaseException) -> str:
+    """Of what an error says, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]

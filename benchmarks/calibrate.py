@@ -33,7 +33,7 @@ from jaxddp.planning.chips import CHIPS
 from jaxddp.training.clock import stopwatch, summarize
 from torchref.launch import RankError
 
-from .benchmark import WRONG, Benchmark, Case, Options, Say
+from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
 from .ranks import Ranks, choose_ranks, gather, say_on_rank
 from .render import CHECK, Column, Row, is_sound, mib, new_figure, percent
 from .training.jax_side import place
@@ -107,7 +107,7 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     try:
         row |= setup.ranks.run(profile_steps, setup, in_jax=True, say=say)
     except (RankError, ValueError) as error:
-        row["notes"] = [f"{case.name} was not profiled: {(str(error).splitlines() or [''])[0]}"]
+        row["notes"] = [f"{case.name} was not profiled: {first_line(error)}"]
     chip = targets.target(setup.target).chip
     if row["device"] in chip.device_kinds:
         row["ratio"] = row["predicted_ms"] / row["median_ms"]

@@ -141,10 +141,7 @@ def interval(name: str, low: str, high: str, unit: str = "", form: Callable[[flo
 
 
 CHECK = Column("check")
-STEP = (
-    Column("step", "median_ms", "ms"),
-    interval("p10 to p90", "p10_ms", "p90_ms", "ms"),
-)
+STEP = (Column("step", "median_ms", "ms"), interval("p10 to p90", "p10_ms", "p90_ms", "ms"))
 
 
 def tables_of(benchmark: Benchmark, rows: Sequence[Row]) -> Iterable[tuple[str, list[Column], list[Row]]]:
@@ -159,55 +156,43 @@ def tables_of(benchmark: Benchmark, rows: Sequence[Row]) -> Iterable[tuple[str, 
 
 def as_text(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """A table of Markdown, with columns of even width."""
-    lines = [[f"{one.name}{f' ({one.unit})' if one.unit else ''}" for one in columns]]
-    lines += [[column.cell(row).replace("|", "/") for column in columns] for row in rows]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    lines.insert(1, ["-" * width for width in widths])
-    is_number = [_is_numeric(column, rows) for column in columns]
-    padded = (
-        [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, is_number, strict=True)
-        ]
-        for line in lines
-    )
-    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(line)} |" for line in padded), ""])
+    padded = []
+    for column in columns:
+        cells = [column.name + (f" ({column.unit})" if column.unit else "")]
+        cells += [column.cell(row).replace("|", "/") for row in rows]
+        width, side = max(map(len, cells)), ">" if _is_numeric(column, rows) else "<"
+        cells.insert(1, "-" * width)
+        padded.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join([f"**{title}**", "", *(f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)), ""])
 
 
 def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
     """Writes ``table.md`` and the page of a run, and returns what the console shows."""
-    texts = [as_text(*table) for table in tables_of(benchmark, rows)]
-    texts.append("\n".join(f"- {note}" for note in [*benchmark.notes, *_notes(rows)]))
-    (folder / TABLES).write_text("\n".join([f"# {benchmark.name}: {benchmark.summary}", "", *texts, ""]), "utf-8")
-    (folder / PAGE).write_text(_page(benchmark, rows), "utf-8")
-    return "\n".join(["", *texts, "", f"written to {folder}: {TABLES}, {PAGE}, metrics.jsonl"])
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """What rows themselves have to say, once each."""
-    return list(dict.fromkeys(note for row in rows for note in row.get("notes") or ()))
-
-
-def _page(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    tables = list(tables_of(benchmark, rows))
+    notes = list(dict.fromkeys([*benchmark.notes, *(note for row in rows for note in row.get("notes") or ())]))
+    texts = [*(as_text(*table) for table in tables), "\n".join(f"- {note}" for note in notes)]
+    title = f"{benchmark.name}: {benchmark.summary}"
+    (folder / TABLES).write_text("\n".join([f"# {title}", "", *texts, ""]), "utf-8")
     sound = [row for row in rows if is_sound(row)]
-    parts = [_svg(figure) for figure in benchmark.plot(sound)] if sound else []
-    parts += [_as_html(*table) for table in tables_of(benchmark, rows)]
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in [*benchmark.notes, *_notes(rows)])
+    figures = [_svg(figure) for figure in benchmark.plot(sound)] if sound else []
+    parts = "".join([*figures, *(_as_html(*table) for table in tables)])
+    listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     facts = "".join(f"<dt>{name}</dt><dd>{html.escape(said)}</dd>" for name, said in _environment(rows))
-    title = html.escape(f"{benchmark.name}: {benchmark.summary}")
-    return (
+    (folder / PAGE).write_text(
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{''.join(parts)}"
-        f"<h2>Notes</h2><ul>{notes}</ul><h2>Where it was measured</h2><dl>{facts}</dl></html>\n"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>{parts}"
+        f"<h2>Notes</h2><ul>{listed}</ul><h2>Where it was measured</h2><dl>{facts}</dl></html>\n",
+        "utf-8",
     )
+    return "\n".join(["", *texts, "", f"written to {folder}: {TABLES}, {PAGE}, metrics.jsonl"])
 
 
 def _environment(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
     for name in _ENVIRONMENT:
-        said = dict.fromkeys(_in_words(row[name]) for row in rows if row.get(name))
+        said = list(dict.fromkeys(_in_words(row[name]) for row in rows if row.get(name)))
         if said:
-            yield name.replace("_", " "), "; ".join(said) if name != "measured_at" else f"{next(iter(said))} and after"
+            yield name.replace("_", " "), "; ".join(said) if name != "measured_at" else f"{said[0]} and after"
 
 
 def _in_words(value: Any) -> str:
@@ -217,23 +202,21 @@ def _in_words(value: Any) -> str:
 
 
 def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
-    values = [column.value(row) for row in rows]
-    return any(isinstance(value, int | float | tuple) for value in values)
+    return any(isinstance(column.value(row), int | float | tuple) for row in rows)
 
 
 def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    kind = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
-    heads = "".join(
-        f'<th scope="col" {of}>{html.escape(one.name)}<br><small>{html.escape(one.unit)}</small></th>'
-        for one, of in zip(columns, kind, strict=True)
-    )
-    body = "".join(
-        ('<tr class="bad">' if is_bad(row) else "<tr>")
-        + "".join(f"<td {of}>{html.escape(one.cell(row))}</td>" for one, of in zip(columns, kind, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="table"><table><caption>{html.escape(title)}</caption><tr>{heads}</tr>{body}</table></div>'
+    kinds = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        return "".join(f"<{tag} {kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    heads = (f"{html.escape(one.name)}<br><small>{html.escape(one.unit)}</small>" for one in columns)
+    body = ["<tr>" + line("th", heads)]
+    for row in rows:
+        start = '<tr class="bad">' if is_bad(row) else "<tr>"
+        body.append(start + line("td", (html.escape(one.cell(row)) for one in columns)))
+    return f'<div class="table"><table><caption>{html.escape(title)}</caption>{"</tr>".join(body)}</tr></table></div>'
 
 
 def _svg(figure: Figure) -> str:

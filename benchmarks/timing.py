@@ -21,6 +21,8 @@ import numpy as np
 
 from jaxddp.training.clock import stopwatch
 
+from .benchmark import first_line
+
 NUM_RESAMPLES = 4000
 WIDEST = 0.2  # of the limit: with a wider interval anything would pass
 _T = TypeVar("_T")
@@ -75,7 +77,7 @@ class Attempts:
         try:
             made = call()
         except Exception as error:
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            said = f"{type(error).__name__}: {first_line(error)}"
         if said := self._agree(said):
             self.failed[label] = said
             return None
