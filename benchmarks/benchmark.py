@@ -93,7 +93,7 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
     def keep(row: Mapping[str, Any], case: str) -> None:
         assert "check" in row, f"a row of {case} has no check"
         now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
-        rows.append(dict.fromkeys(FIELDS) | common | {"case": case, "measured_at": now} | row)
+        rows.append(dict.fromkeys(FIELDS) | common | {"case": case, "measured_at": now} | dict(row))
         if folder is not None:
             with (folder / METRICS).open("a") as lines:
                 lines.write(json.dumps(rows[-1]) + "\n")

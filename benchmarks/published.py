@@ -1,8 +1,7 @@
 """What the planner's formulas give for step times and collectives that others measured and published.
 
 Steps of grade A whose model is that of ``jaxddp.models`` are also compiled for the same GPUs and simulated, in a minute
-each, unless ``--quick``. Nothing is run, and no constant is fitted to a row: rates of chips and curves of networks are
-those of ``jaxddp.planning.products`` and ``jaxddp.network``. Scores:
+each, unless ``--quick``. Nothing is run, and no constant is fitted to a row. Scores:
 
     collectives    median of |ln(predicted / published)|, from 1 MiB up, of tables that the curves are not made of
     scaling        median difference of efficiency, T(fewest GPUs) / T(more), in percentage points, within one source
@@ -16,7 +15,7 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +29,9 @@ from jaxddp.planning.estimate import Run, estimate
 from jaxddp.planning.products import as_measured
 from jaxddp.planning.workload import transformer
 
-from .benchmark import NOT_RUN, WRONG, Benchmark, Case, Options, Say
+from .benchmark import NOT_RUN, WRONG, Benchmark, Case, NotRun, Options, Say
 from .ranks import Ranks
-from .render import CHECK, Column, Row, new_figure, percent, size
+from .render import CHECK, Column, Row, by, new_figure, percent, size
 
 STEPS, COMPILED, COLLECTIVES, SCORES = "Steps", "Compiled and simulated", "Collectives", "Scores"
 _PRODUCTS = {"bf16": ("bfloat16", 2), "fp8": ("float8", 2), "tf32": ("tf32", 4), "fp32": ("float32", 4)}
@@ -60,16 +59,12 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def run_of(row: Row) -> Run:
-    """The planner's view of a published step.
-
-    Raises:
-        ValueError: If the formulas do not describe it; the message says why.
-    """
+    """The planner's view of a published step; raises NotRun if the formulas do not describe it."""
     model, strategy, batch = row["model"], row["strategy"], row["batch"]
     if strategy.get("tp", 1) > 1:
-        raise ValueError("splits matrices over ranks, which is not estimated")
+        raise NotRun("splits matrices over ranks, which is not estimated")
     if row["grade"] == "C":
-        raise ValueError("doubtful: its source contradicts itself")
+        raise NotRun("doubtful: its source contradicts itself")
     name = next(ours for start, ours in _STRATEGIES if strategy["kind"].startswith(start))
     chip = _chip(row["hardware"].get("gpu"))
     compute = str(row["dtype"].get("compute") or "bf16").partition(" ")[0]  # not stated: its commands have bfloat16
@@ -145,13 +140,13 @@ def predict_steps() -> Iterator[dict[str, Any]]:
         }  # fmt: skip
         try:
             run = run_of(row)
-        except ValueError as error:
-            yield {**common, "check": f"{NOT_RUN}{error}"}
+        except NotRun as reason:
+            yield {**common, "check": f"{NOT_RUN}{reason}"}
             continue
         found = estimate(run)
         yield {
             **common, "strategy": run.strategy, "predicted_ms": found.step_s * 1e3, "exposed_ms": found.exposed_s * 1e3,
-            "ratio": found.step_s * 1e3 / row["step_ms"], "alike": _alike(row), "check": "ok",
+            "ratio": found.step_s * 1e3 / row["step_ms"], **_alike(row), "check": "ok",
         }  # fmt: skip
 
 
@@ -200,15 +195,13 @@ def simulate(ranks: Ranks, setup: tuple[Any, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _alike(row: Row) -> list[str]:
+def _alike(row: Row) -> dict[str, str]:
     """What two steps share whose times show how training scales, or in which order strategies are."""
     batch, keys = row["batch"], ("model", "dtype", "attention", "activation_checkpointing", "compile")
-    of_batch = batch.get("per_gpu_micro_batch"), batch.get("micro_batches")
-    conditions = json.dumps(
-        [row["source"].get("repo"), row["hardware"].get("gpu"), of_batch, [row.get(key) for key in keys]]
-    )
-    kind = json.dumps({key: value for key, value in row["strategy"].items() if key not in ("dp", "fsdp")})
-    return [conditions, kind]
+    conditions = [row["source"].get("repo"), row["hardware"].get("gpu"), *(row.get(key) for key in keys)]
+    conditions += [batch.get("per_gpu_micro_batch"), batch.get("micro_batches")]
+    kind = {key: value for key, value in row["strategy"].items() if key not in ("dp", "fsdp")}
+    return {"conditions": json.dumps(conditions), "kind": json.dumps(kind)}
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
@@ -228,24 +221,22 @@ def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             "check": "ok" if middle <= wanted else f"{WRONG}above what is wanted",
         }  # fmt: skip
 
-    sound = [row for row in rows if row.get("ratio")]
-    of_tables: dict[str, list[float]] = defaultdict(list)
-    for row in sound:
-        if row["table"] == COLLECTIVES:
-            of_tables[row["source"]].append(abs(math.log(row["ratio"])))
-    errors_of_all = [x for one in of_tables.values() for x in one]
-    yield score("collectives, abs ln (predicted / published)", errors_of_all, ".3f", 0.15)
-    for name, errors in of_tables.items():
-        yield score(f"  {name}", errors, ".3f")
-    steps = [row for row in sound if row["table"] == STEPS]
-    yield score("scaling, percentage points of efficiency", [apart for _, apart in scaling(steps)], ".1f", 5.0)
+    collectives, steps, compiled = (
+        [row for row in rows if row.get("ratio") and row["table"] == table] for table in (COLLECTIVES, STEPS, COMPILED)
+    )
+    logs = [(row["source"], abs(math.log(row["ratio"]))) for row in collectives]
+    yield score("collectives, abs ln (predicted / published)", [apart for _, apart in logs], ".3f", 0.15)
+    for source in dict.fromkeys(source for source, _ in logs):
+        yield score(f"  {source}", [apart for other, apart in logs if other == source], ".3f")
+    apart_of = list(scaling(steps))
+    yield score("scaling, percentage points of efficiency", [apart for _, apart in apart_of], ".1f", 5.0)
     for family in ("mpt", "vitg14", "titan"):
-        yield score(f"  {family}", [apart for name, apart in scaling(steps) if name.startswith(family)], ".1f")
+        yield score(f"  {family}", [apart for source, apart in apart_of if source.startswith(family)], ".1f")
     for grade, wanted in (("A", 0.25), ("B", math.inf)):
         errors = [abs(row["ratio"] - 1) for row in steps if row["grade"] == grade]
         yield score(f"steps of grade {grade}", errors, ".0%", wanted)
-    if compiled := [abs(row["ratio"] - 1) for row in sound if row["table"] == COMPILED]:
-        yield score("steps compiled and simulated", compiled, ".0%")
+    if compiled:
+        yield score("steps compiled and simulated", [abs(row["ratio"] - 1) for row in compiled], ".0%")
     for family in ("bsnider", "damek"):
         right = [is_right for name, is_right in orders(steps) if name.startswith(family)]
         share = sum(right) / len(right) if right else math.nan
@@ -257,10 +248,7 @@ def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def scaling(steps: Sequence[Row]) -> Iterator[tuple[str, float]]:
     """Sources whose GPUs are more than the fewest alike, and how far the predicted efficiency is from the published."""
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in steps:
-        groups[tuple(row["alike"])].append(row)
-    for group in groups.values():
+    for group in by(steps, "conditions", "kind").values():
         first = min(group, key=lambda row: row["num_ranks"])
         for row in group:
             if row["num_ranks"] > first["num_ranks"]:
@@ -271,26 +259,25 @@ def scaling(steps: Sequence[Row]) -> Iterator[tuple[str, float]]:
 
 def orders(steps: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """Pairs of strategies under one condition that are clearly apart, and whether the prediction has their order."""
-    for one, other in itertools.combinations(steps, 2):
-        is_pair = one["alike"][0] == other["alike"][0] and one["alike"][1] != other["alike"][1]
-        if is_pair and one["num_ranks"] == other["num_ranks"]:
+    for group in by(steps, "conditions", "num_ranks").values():
+        for one, other in itertools.combinations(group, 2):
             published = math.log(one["published_ms"] / other["published_ms"])
-            if abs(published) > _APART:
+            if one["kind"] != other["kind"] and abs(published) > _APART:
                 yield one["source"], (published > 0) == (one["predicted_ms"] > other["predicted_ms"])
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Predicted over published, by source."""
     figure, axes = new_figure("Predicted over published", num_columns=2, height=4.2)
-    for axis, title, key in ((axes[0][0], STEPS, "published_ms"), (axes[0][1], COLLECTIVES, "size_bytes")):
-        groups: dict[str, list[Row]] = defaultdict(list)
-        for row in rows:
-            if row.get("table") == title and row.get("ratio"):
-                groups[row["source"] if title == COLLECTIVES else row["source"].partition("-")[0]].append(row)
-        for name, group in groups.items():
-            axis.plot([row[key] for row in group], [row["ratio"] for row in group], "o", markersize=3, label=name)
+    shown = [dict(row) | {"family": row["source"].partition("-")[0]} for row in rows if row.get("ratio")]
+    for axis, table, key, group in (
+        (axes[0][0], STEPS, "published_ms", "family"),
+        (axes[0][1], COLLECTIVES, "size_bytes", "source"),
+    ):
+        for (name,), some in by([row for row in shown if row["table"] == table], group).items():
+            axis.plot([row[key] for row in some], [row["ratio"] for row in some], "o", markersize=3, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(xscale="log", yscale="log", xlabel="published ms" if title == STEPS else "bytes", title=title)
+        axis.set(xscale="log", yscale="log", xlabel="published ms" if table == STEPS else "bytes", title=table)
         limits = axis.get_ylim()
         axis.set_yticks(_TICKS, [f"{tick:.0%}" for tick in _TICKS])
         axis.set_yticks([], minor=True)
@@ -304,19 +291,18 @@ def cases(options: Options) -> list[Case]:
     return [Case(name, None) for name in (COLLECTIVES, STEPS, *(() if options.quick else (COMPILED,)))]
 
 
+_HEAD = (Column("GPUs", "num_ranks"), Column("strategy"), Column("published", "published_ms", "ms"))
 BENCHMARK = Benchmark(
     "published", "what the planner's formulas give for times that others published", ("quick",), cases, measure,
     {
         SCORES: (Column("score"), Column("rows", "count"), Column("median", "value"), Column("wanted"), CHECK),
         STEPS: (
-            Column("source"), Column("grade"), Column("GPUs", "num_ranks"), Column("strategy"),
-            Column("published", "published_ms", "ms"), Column("predicted", "predicted_ms", "ms"),
+            Column("source"), Column("grade"), *_HEAD, Column("predicted", "predicted_ms", "ms"),
             Column("exposed", "exposed_ms", "ms"), Column("predicted / published", "ratio", "", percent), CHECK,
         ),
         COMPILED: (
-            Column("source"), Column("GPUs", "num_ranks"), Column("strategy"),
-            Column("published", "published_ms", "ms"), Column("simulated", "predicted_ms", "ms"),
-            Column("exposed", "exposed_ms", "ms"), Column("simulated / published", "ratio", "", percent), CHECK,
+            Column("source"), *_HEAD, Column("simulated", "predicted_ms", "ms"), Column("exposed", "exposed_ms", "ms"),
+            Column("simulated / published", "ratio", "", percent), CHECK,
         ),
         COLLECTIVES: (
             Column("source"), Column("collective"), Column("GPUs", "num_ranks"), Column("size", "size_bytes", "", size),
