@@ -34,10 +34,10 @@ from jaxddp.training.clock import stopwatch, summarize
 from torchref.launch import RankError
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
-from .ranks import Ranks, choose_ranks, gather, say_on_rank
-from .render import CHECK, Column, Row, is_sound, mib, new_figure, percent
+from .ranks import Ranks, choose_ranks, say_on_rank, slowest
+from .render import CHECK, Column, Row, mib, new_figure, percent
 from .training.jax_side import place
-from .training.setup import DTYPES, QUICK_MODEL
+from .training.setup import DTYPES, QUICK_MODEL, check_batch, check_known
 
 STEPS_IN_A_ROW, WARMUP, PROFILED = 10, 5, 3
 MODELS = ("small", "seed_xl", "medium", "large")
@@ -70,19 +70,14 @@ def cases(options: Options) -> list[Case]:
     of_all = ["tiny"] if not on_gpus else [QUICK_MODEL] if options.quick else MODELS
     models = [options.model] if options.model else of_all
     dtypes = [options.dtype] if options.dtype else DTYPES if on_gpus and not options.quick else ["f32"]
-    for name in models:
-        if name not in SIZES:
-            raise ValueError(f"unknown model {name!r}: one of {', '.join(SIZES)}")
     strategies = options.strategies or ["bucketed"]
-    for name in strategies:
-        if name not in STRATEGIES:
-            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
+    check_known("model", models, SIZES)
+    check_known("strategy", strategies, STRATEGIES)
     target = targets.target(options.target or f"{_chip_here() if on_gpus else 'h100'}:{ranks.num}")
     if target.num_devices != ranks.num:
         raise ValueError(f"target (={target.spec}) must have as many devices as there are ranks (={ranks.num})")
     batch_size = options.batch_size or 16 * ranks.num
-    if batch_size % ranks.num:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={ranks.num})")
+    check_batch(batch_size, ranks.num)
     num_rounds = options.steps or (3 if options.quick else 10)
     setups = [
         CalibrationSetup(model, dtype, name, target.spec, ranks, batch_size, num_rounds)
@@ -169,11 +164,10 @@ def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
         loss, elapsed_s = stopwatch(run.take, STEPS_IN_A_ROW, wait=lambda loss: None)
         seconds.append(elapsed_s / STEPS_IN_A_ROW)
         say_on_rank()
-    slowest = [max(times) for times in zip(*gather(seconds), strict=True)]
     memory = step_memory(run.trainer.compile(run.state, run.batch), run.state)
     device = jax.local_devices()[0]
     allocated = allocated_bytes(device)
-    return summarize(slowest)._asdict() | {
+    return summarize(slowest(seconds))._asdict() | {
         "device": device.device_kind, "loss": loss, "state_bytes": memory.parameters + memory.optimizer_state,
         "temporary_bytes": memory.temporaries, "peak_bytes": allocated and allocated.peak_bytes,
         "versions": {"jax": jax.__version__},
@@ -201,15 +195,15 @@ def profile_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Measured and predicted times side by side."""
-    some = [row for row in rows if is_sound(row) and row.get("predicted_ms")]
+    some = [row for row in rows if row.get("predicted_ms")]
     if not some:
         return
     figure, axes = new_figure("A step as predicted for the target, and as measured", height=1.2 + 0.4 * len(some))
-    places = np.arange(len(some))[::-1]
-    axes[0][0].barh(places + 0.2, [row["median_ms"] for row in some], 0.38, label=f"measured, {some[0]['device']}")
-    axes[0][0].barh(places - 0.2, [row["predicted_ms"] for row in some], 0.38, label=f"predicted, {some[0]['target']}")
-    axes[0][0].set_yticks(places, [str(row["case"]) for row in some])
-    axes[0][0].set(xlabel="ms", xscale="log")
+    axis, places = axes[0][0], np.arange(len(some))[::-1]
+    axis.barh(places + 0.2, [row["median_ms"] for row in some], 0.38, label=f"measured, {some[0]['device']}")
+    axis.barh(places - 0.2, [row["predicted_ms"] for row in some], 0.38, label=f"predicted, {some[0]['target']}")
+    axis.set_yticks(places, [str(row["case"]) for row in some])
+    axis.set(xlabel="ms", xscale="log")
     figure.legend(loc="outside lower center", ncols=2)
     yield figure
 

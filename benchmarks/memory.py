@@ -10,28 +10,26 @@ step, and after it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxddp
 from jaxddp import STRATEGIES, targets
-from jaxddp.instruments.memory import allocated_bytes, held_bytes, step_memory
-from jaxddp.models import SIZES, abstract
+from jaxddp.instruments.inspect import Training, transformer_training
+from jaxddp.instruments.memory import Allocated, allocated_bytes, held_bytes, step_memory
+from jaxddp.models import SIZES, build
 from jaxddp.planning.formulas import state_bytes
 
 from .benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
 from .ranks import FRAMEWORKS, Ranks, choose_ranks, num_gpus
 from .render import CHECK, MIB, Column, Row, mib, new_figure
-from .training.setup import QUICK_MODEL
+from .training.setup import QUICK_MODEL, check_batch, check_known
 
 COMPONENTS = {
     "parameters": ("parameters",), "optimizer state": ("optimizer_state",), "batch": ("batch",),
@@ -44,7 +42,7 @@ ONE_RANK = "one rank has nothing to shard with: all strategies hold the same sta
 
 @dataclass(frozen=True)
 class MemorySetup:
-    """What is compiled for a target, or run on ranks; ``batch_size`` sequences in all."""
+    """What is compiled for a target, or run on ``ranks``; ``batch_size`` sequences in all."""
 
     model: str
     target: str
@@ -59,18 +57,14 @@ def cases(options: Options) -> list[Case]:
     """Each strategy compiled for ``h100:2``, or what was named; then on the GPUs that are here, in both frameworks."""
     model, target = options.model or (QUICK_MODEL if options.quick else "seed_xl"), options.target or "h100:2"
     names = options.strategies or (OF_EACH_STAGE if options.quick else tuple(STRATEGIES))
-    if model not in SIZES:
-        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}")
-    for name in names:
-        if name not in STRATEGIES:
-            raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
+    check_known("model", [model], SIZES)
+    check_known("strategy", names, STRATEGIES)
     num_ranks, batch_size = targets.target(target).num_devices, options.batch_size or 32
-    if batch_size % num_ranks:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of devices (={num_ranks})")
+    check_batch(batch_size, num_ranks, of="devices")
     found = [Case(name, MemorySetup(model, target, num_ranks, name, batch_size)) for name in names]
     if num_gpus():
         ranks = choose_ranks(None, "gpus", default=1)
-        ranks = dataclasses.replace(ranks, num=min(ranks.num, num_ranks))
+        ranks = replace(ranks, num=min(ranks.num, num_ranks))
         size = batch_size // num_ranks * ranks.num
         found += [
             Case(f"{framework} {name} on GPUs", MemorySetup(model, target, ranks.num, name, size, framework, ranks))
@@ -83,29 +77,29 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """The row of a case: of a compiled program, or of an allocator."""
     setup: MemorySetup = case.setup
-    common = {
+    if setup.ranks is None:
+        say(f"compiling {setup.strategy} of {setup.model} for {setup.target}")
+        row = compiled_row(setup)
+    else:
+        say(f"{case.name}: two steps")
+        allocate = allocate_jax if setup.framework == "jaxddp" else allocate_torch
+        row = setup.ranks.run(allocate, setup, in_jax=setup.framework == "jaxddp", say=say)
+    yield row | {
         "framework": setup.framework, "strategy": setup.strategy, "model": setup.model, "dtype": "float32",
         "num_ranks": setup.num_ranks, "global_batch": setup.batch_size,
         "microbatch": setup.batch_size // setup.num_ranks, "notes": [ONE_RANK] if setup.num_ranks == 1 else [],
     }  # fmt: skip
-    if setup.ranks is None:
-        say(f"compiling {setup.strategy} of {setup.model} for {setup.target}")
-        yield common | compiled_row(setup)
-        return
-    say(f"{case.name}: two steps")
-    allocate = allocate_jax if setup.framework == "jaxddp" else allocate_torch
-    yield common | setup.ranks.run(allocate, setup, in_jax=setup.framework == "jaxddp", say=say)
 
 
 def compiled_row(setup: MemorySetup) -> dict[str, Any]:
     """Compiles a strategy's step and compares its state with the layout; raises NotRun without a compiler."""
-    trainer, state, batch = _trainer(setup, targets.mesh(setup.target))
+    made = transformer_training(SIZES[setup.model], setup.batch_size)
+    trainer = _trainer(setup, made, targets.mesh(setup.target))
+    state = trainer.abstract_state(made.params)
     try:
-        program = targets.start_compile(trainer, state, batch).result()
+        program = trainer.compile(state, made.batch)
     except ValueError as error:
-        if "install" in str(error):
-            raise NotRun(str(error)) from None
-        raise
+        raise (NotRun(str(error)) if "install" in str(error) else error) from None
     memory, held = step_memory(program, state), held_bytes(trainer.layout(state))
     stage = int(setup.strategy[-1]) if setup.strategy[-1].isdigit() else 0
     formula = state_bytes(SIZES[setup.model].num_params, stage, setup.num_ranks)
@@ -117,34 +111,29 @@ def compiled_row(setup: MemorySetup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trainer(setup: MemorySetup, mesh: Any) -> tuple[Any, Any, Any]:
-    loss_fn, params = abstract(setup.model, layer=jaxddp.layer)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(setup.strategy), mesh)
-    tokens = jax.ShapeDtypeStruct((setup.batch_size, SIZES[setup.model].context), jnp.int32)
-    return trainer, trainer.abstract_state(params), {"tokens": tokens, "targets": tokens}
+def _trainer(setup: MemorySetup, made: Training, mesh: Any) -> jaxddp.Trainer:
+    return jaxddp.Trainer(made.loss_fn, made.optimizer, jaxddp.make_strategy(setup.strategy), mesh)
 
 
 def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     """Takes two steps; the first rank's figures, less what was in use before."""
-    from jaxddp.models import build
+    mesh, made = ranks.mesh(), transformer_training(SIZES[setup.model], setup.batch_size)
+    device, batch = jax.local_devices()[0], jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.batch)
 
-    mesh = ranks.mesh()
-    first = jax.local_devices()[0]
-    before = allocated_bytes(first)
-    if before is None:
-        raise ValueError(f"{first.platform} devices count no allocations")
-    trainer, _, batch = _trainer(setup, mesh)
-    loss_fn, params = build(setup.model, layer=jaxddp.layer)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), jaxddp.make_strategy(setup.strategy), mesh)
-    state = trainer.init(jax.tree.map(np.asarray, params))
-    del params
-    made = allocated_bytes(first)
-    rows = jaxddp.local_rows(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), batch))
+    def now() -> Allocated:
+        if (found := allocated_bytes(device)) is None:
+            raise ValueError(f"{device.platform} devices count no allocations")
+        return found
+
+    before, trainer = now(), _trainer(setup, made, mesh)
+    state = trainer.init(jax.tree.map(np.asarray, build(setup.model)[1]))
+    after_init = now()
     for _ in range(2):
-        state, _ = jax.block_until_ready(trainer.step(state, rows))
-    after = allocated_bytes(first)
-    assert made is not None and after is not None
-    return _figures(first.device_kind, before.in_use_bytes, made.in_use_bytes, after.peak_bytes, after.in_use_bytes)
+        state, _ = jax.block_until_ready(trainer.step(state, jaxddp.local_rows(batch)))
+    after = now()
+    return _figures(
+        device.device_kind, before.in_use_bytes, after_init.in_use_bytes, after.peak_bytes, after.in_use_bytes
+    )
 
 
 def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
@@ -155,21 +144,20 @@ def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     from torchref.models import build, loss_fn
     from torchref.registry import make_training
 
-    before = torch.cuda.memory_allocated()
-    module = build(setup.model).cuda()
+    now = torch.cuda.memory_allocated
+    before, module = now(), build(setup.model).cuda()
     net, optimizer = make_training(setup.strategy, module, torch.optim.AdamW, {}, lr=1e-3)
-    trainer, made = torchref.Trainer(loss_fn, optimizer, net), torch.cuda.memory_allocated()
+    trainer, after_init = torchref.Trainer(loss_fn, optimizer, net), now()
     shape = setup.batch_size // setup.num_ranks, SIZES[setup.model].context
     tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
     for _ in range(2):
         trainer.step({"tokens": tokens, "targets": tokens})
     torch.cuda.synchronize()
-    after = torch.cuda.memory_allocated()
-    return _figures(torch.cuda.get_device_name(), before, made, torch.cuda.max_memory_allocated(), after)
+    return _figures(torch.cuda.get_device_name(), before, after_init, torch.cuda.max_memory_allocated(), now())
 
 
-def _figures(device: str, before: int, made: int, peak: int, after: int) -> dict[str, Any]:
-    found = {"after_init_bytes": made - before, "peak_bytes": peak - before, "after_step_bytes": after - before}
+def _figures(device: str, before: int, after_init: int, peak: int, after: int) -> dict[str, Any]:
+    found = {"after_init_bytes": after_init - before, "peak_bytes": peak - before, "after_step_bytes": after - before}
     return {"table": ALLOCATORS, "device": device, **found, "check": "ok"}
 
 
