@@ -33,26 +33,23 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 
 TARGET, NUM_DEVICES = "h100:8", 8
-# Of which a training step uses nothing.
-NOT_NEEDED = (
+# Of which a training step uses nothing, in the programs of Flax and midGPT and in Levanter.
+NOT_NEEDED = {
     "clu", "flax.metrics.tensorboard", "flax.training.checkpoints", "tensorflow", "tensorflow_datasets",
     "tensorflow_text", "sentencepiece", "tqdm", "wandb", "input_pipeline", "tokenizer", "temperature_sampler",
-)  # fmt: skip
-# The same of Levanter, whose packages are imported by parts.
-NOT_NEEDED_BY_LEVANTER = (
-    "transformers", "datasets", "pyarrow", "ray", "wandb", "gcsfs", "tokenizers", "zstandard", "async_lru", "lm_eval",
+    "transformers", "datasets", "pyarrow", "ray", "gcsfs", "tokenizers", "zstandard", "async_lru", "lm_eval",
     "filelock", "git", "braceexpand", "tensorboardX", "trackio", "huggingface_hub", "jinja2", "marshmallow",
     "dataclasses_json", "deepdiff", "lenses", "fastapi", "openai", "prompt_toolkit", "pydantic", "regex", "uvicorn",
     "tblib", "tqdm_loggable", "soundfile", "librosa", "sklearn", "pandas",
-)  # fmt: skip
+}  # fmt: skip
 
 
 class EmptyPackages(MetaPathFinder, Loader):
-    """Finds the packages of ``NOT_NEEDED_BY_LEVANTER`` and all that is in them."""
+    """Finds the packages of ``NOT_NEEDED``, in which everything is there and does nothing."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A package in which everything is there and does nothing."""
-        is_empty = name.partition(".")[0] in NOT_NEEDED_BY_LEVANTER
+        """A package, if it or what it belongs to is listed."""
+        is_empty = name in NOT_NEEDED or name.partition(".")[0] in NOT_NEEDED
         return ModuleSpec(name, self, is_package=True) if is_empty else None
 
     def create_module(self, spec: ModuleSpec) -> Any:
@@ -178,7 +175,6 @@ def levanter() -> tuple[Any, ...]:
 
     Its loss gives ``jnp.mean`` a mask of floats, which JAX 0.10 refuses: here the mask is of booleans.
     """
-    sys.meta_path.insert(0, EmptyPackages())
     names = "equinox", "haliax", "jmp", "levanter.trainer", "levanter.models.gpt2", "levanter.models.lm_model"
     eqx, hax, jmp, training, gpt2, lm = map(importlib.import_module, names)
     optim, tracker, states = map(
@@ -231,7 +227,8 @@ def main() -> None:
     parser.add_argument("folder", help="of the program")
     args = parser.parse_args()
     sys.path.insert(0, args.folder)
-    sys.modules |= {name: MagicMock() for name in NOT_NEEDED} | {"ml_collections": MagicMock(ConfigDict=Config)}
+    sys.meta_path.insert(0, EmptyPackages())
+    sys.modules["ml_collections"] = MagicMock(ConfigDict=Config)
     jaxddp.simulate_devices(NUM_DEVICES)
     step, *given = PROGRAMS[args.program]()
     print(jaxddp.collectives(step, *given, target=TARGET))
