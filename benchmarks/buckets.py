@@ -1,7 +1,7 @@
 """Bucket sizes: measured steps beside the predictions of an in-order pipeline.
 
-All caps train in interleaved rounds, with and without communication. In the same rounds and on the same ranks, forward
-and backward are timed alone, all-reduces of four sizes, and forward and backward beside all-reduces. From these:
+All caps train in interleaved rounds, with and without communication, in which forward and backward are also timed
+alone, all-reduces of four sizes, and forward and backward beside all-reduces. From these:
 
     gradient ready   its share of the FLOPs of the traced step, times the time of forward and backward
     bucket sent      o + S / w, fitted to the all-reduces
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,32 +84,29 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for (framework,), some in by(rows, "framework").items():
         probes = next((row["probes_ms"] for row in some if row["strategy"] == PROBES), None)
         timed = [row for row in some if row.get("baseline_rounds_ms") and row["check"] == "ok"]
+        common = {"table": PREDICTED, "framework": framework}
         if not probes or not timed or shares is None:
             continue
         try:
             costs = fit_costs(probes, [row["baseline_rounds_ms"] for row in timed])
         except ValueError as error:
-            yield {"table": PREDICTED, "framework": framework, "check": f"{NOT_RUN}{error}"}
+            yield common | {"check": f"{NOT_RUN}{error}"}
             continue
-        made = []
-        for row in timed:
-            step_s = predict(row["buckets"], shares, costs)
-            error_share = 1e3 * step_s / row["median_ms"] - 1
-            right = abs(error_share) <= GOOD_ERROR
-            made.append({
-                "table": PREDICTED, "framework": framework, "label": row["label"], "bucket_mb": row["bucket_mb"],
-                "num_buckets": len(row["buckets"]), "median_ms": row["median_ms"], "predicted_ms": 1e3 * step_s,
-                "error_share": error_share, "check": "ok" if right else f"off by {error_share:+.0%}",
-            })  # fmt: skip
-        yield from made
+        predicted_ms = [1e3 * predict(row["buckets"], shares, costs) for row in timed]
+        for row, step_ms in zip(timed, predicted_ms, strict=True):
+            apart = step_ms / row["median_ms"] - 1
+            yield common | {
+                "label": row["label"], "bucket_mb": row["bucket_mb"], "num_buckets": len(row["buckets"]),
+                "median_ms": row["median_ms"], "predicted_ms": step_ms, "error_share": apart,
+                "check": "ok" if abs(apart) <= GOOD_ERROR else f"off by {apart:+.0%}",
+            }  # fmt: skip
         best = min(timed, key=lambda row: row["median_ms"])
+        chosen = timed[int(np.argmin(predicted_ms))]
         as_good = [row for row in timed if compare(row["rounds_ms"], best["rounds_ms"], paired=True).low <= 1]
-        chosen = min(made, key=lambda row: row["predicted_ms"])["label"]
-        found = costs._asdict()
-        yield {
-            "table": PREDICTED, "framework": framework, "label": f"best: {chosen}, measured {best['label']}",
-            "as_good": ", ".join(f"{row['bucket_mb']:g}" for row in as_good), **found,
-            "check": "ok" if chosen in [row["label"] for row in as_good] else f"off: {best['label']} is better",
+        yield common | costs._asdict() | {
+            "label": f"best: {chosen['label']}, measured {best['label']}",
+            "as_good": ", ".join(f"{row['bucket_mb']:g}" for row in as_good),
+            "check": "ok" if chosen in as_good else f"off: {best['label']} is better",
         }  # fmt: skip
 
 
@@ -206,15 +202,11 @@ _PREDICTED_COLUMNS = (
 )
 
 
-def _median_ms(row: Row, label: str) -> float:
-    return float(np.median(row["probes_ms"][label]))
+def _probe(label: str) -> Column:
+    return Column(label, lambda row: float(np.median(row["probes_ms"][label])), "ms")
 
 
-_PARTS_COLUMNS = (
-    Column("framework"),
-    *(Column(label, partial(_median_ms, label=label), "ms") for label in (FORWARD_BACKWARD, AT_ONCE)),
-    CHECK,
-)
+_PARTS_COLUMNS = (Column("framework"), _probe(FORWARD_BACKWARD), _probe(AT_ONCE), CHECK)
 BENCHMARK = Benchmark(
     "buckets", "bucket sizes: measured beside predicted, in both frameworks", (*OPTIONS, "bucket_mb"), cases,
     measure_steps,

@@ -1,23 +1,17 @@
 """The sizes of every backend: what fits into memory, what is measured and checked, and what is fitted to it."""
 
-import argparse
-
 import pytest
 
 from benchmarks import collectives
-from benchmarks.__main__ import make_options
 from benchmarks.benchmark import Case
 from benchmarks.collective_calls import REPLACED, TorchCalls
 from benchmarks.collective_cases import NAMES
 from benchmarks.collectives import GIB, MIB, Sweep, fit_all, fitting, measure, time_sweep
+from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from torchref.launch import shared_pool
 
 SMALL = (1024, 4100)
-
-
-def options(**given):
-    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
 
 
 def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):

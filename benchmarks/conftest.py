@@ -1,11 +1,20 @@
 """Eight simulated devices for every test and example of this package; tests of the lab where one can be made."""
 
+import argparse
+
 import pytest
 
+from benchmarks.__main__ import make_options
 from benchmarks.lab import Lab
 from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
 from jaxddp.conftest import pytest_configure as pytest_configure
 from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
+
+
+def options(**given):
+    """Those of a command line."""
+    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
+
 
 NO_LAB = pytest.StashKey[str]()
 

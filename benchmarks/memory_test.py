@@ -1,14 +1,8 @@
-import argparse
-
 import pytest
 
 from benchmarks import memory
-from benchmarks.__main__ import make_options
+from benchmarks.conftest import options
 from benchmarks.memory import ONE_RANK, measure
-
-
-def options(**given):
-    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
 
 
 @pytest.mark.full
@@ -36,8 +30,3 @@ def test_on_gpus_every_strategy_runs_in_processes_of_its_own(monkeypatch):
         f"{framework} {name} on GPUs" for framework in ("jaxddp", "torchref") for name in memory.OF_EACH_STAGE
     ]
     assert {(case.setup.num_ranks, case.setup.batch_size) for case in cases[4:]} == {(1, 16)}
-
-
-def test_an_unknown_model_is_refused():
-    with pytest.raises(ValueError, match="unknown model 'gpt': one of tiny"):
-        memory.cases(options(model="gpt"))

@@ -1,20 +1,15 @@
-import argparse
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import gates, strategies
-from benchmarks.__main__ import make_options
+from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from benchmarks.scaling import efficiency
 from benchmarks.training import setup as module
 from benchmarks.training.setup import StrategySpec, needed_bytes, spec_of
 
 OURS = ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
-
-
-def options(**given):
-    return argparse.Namespace(**dict.fromkeys(make_options()) | given)
 
 
 def with_gpus(monkeypatch, count, free_gib=79.1):
