@@ -11,9 +11,7 @@ from benchmarks.collective_cases import (
     expected,
     num_wrong,
     options_of,
-    plan,
     rates,
-    size_of,
     values,
 )
 
@@ -59,21 +57,6 @@ def test_no_rank_brings_what_another_does_and_no_chunk_of_a_sum_is_like_another(
     total = sum(values(rank, 2**14) for rank in range(num_ranks))
     assert len({chunk.tobytes() for chunk in np.split(total, 16)}) == 16
     assert total.max() < 2**24  # float32 counts so far in ones
-
-
-def test_sizes_are_rounded_up_where_ranks_share_them():
-    assert size_of("all_reduce", 2**20, 6) == size_of("ring_all_reduce", 2**20, 6) == 2**20
-    assert size_of("all_gather", 2**20, 6) == size_of("ring_reduce_scatter", 2**20, 6) == 2**20 + 8
-    assert size_of("reduce_scatter", 2**20, 4) == 2**20
-    assert size_of("all_reduce", 1025, 2) == 1028
-    assert brought_length("ring_all_gather", 2**20, 6) == (2**20 + 8) // 24
-
-
-def test_plans():
-    kinds = {"all_gather": "all-gather", "send_recv": "collective-permute"}
-    assert plan("all_gather", kinds, 48, 3) == [("all-gather", 48)]
-    assert plan("ring_all_gather", kinds, 48, 3) == [("collective-permute", 16)] * 2
-    assert plan("ring_all_reduce", kinds, 52, 3) == [("collective-permute", 20)] * 4  # padded to 60 bytes
 
 
 def test_a_ring_is_rated_as_what_it_carries_out():

@@ -15,25 +15,10 @@ import pytest
 from benchmarks import lab as module
 from benchmarks.lab import Host, Lab, measure_mbit, open_lab
 from benchmarks.ranks import Ranks, choose_ranks
+from benchmarks.ranks_test import total
 from torchref.launch import RankError
 
 OURS = f"jaxddp-lab.{os.getpid()}."
-
-
-def reduce(ranks):
-    """An all-reduce in both frameworks, and the name of the host."""
-    import jax
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    mesh, own = ranks.mesh(), float(dist.get_rank() + 1)
-    by_rank = NamedSharding(mesh, PartitionSpec("data"))
-    rows = jax.make_array_from_callback((ranks.num,), by_rank, lambda index: np.full(1, own, np.float32))
-    add = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=by_rank.spec, out_specs=PartitionSpec())
-    dist.all_reduce(total := torch.tensor([own]))
-    return float(jax.jit(add)(rows)[0]), float(total), socket.gethostname()
 
 
 def fail(ranks):
@@ -56,7 +41,7 @@ def test_ranks_of_both_frameworks_meet_over_the_link():
     with Lab(2, 1000) as lab:
         ranks = choose_ranks(None, "lab", default=2)
         assert ranks == Ranks(2, "lab", lab.hosts)
-        assert ranks.run(reduce, in_jax=True, say=print) == (3.0, 3.0, "10.77.0.1")
+        assert ranks.run(total, 5.0, in_jax=True, say=print)[:3] == (2, 2, 11.0)
     assert (socket.gethostname(), os.readlink("/proc/self/ns/net")) == before and namespaces() == []
 
 
