@@ -6,7 +6,8 @@ ranks.py, lab.py                 how ranks run; a slow network on one machine
 timing.py                        interleaved rounds, ratios with 95 % intervals
 training/                        a training run under several strategies, measured in both frameworks
 strategies.py gates.py buckets.py scaling.py memory.py   the benchmarks that train
-calibrate.py                     the step that inspect predicts beside the step that runs
+calibrate.py, published.py       what is predicted beside what runs here, and beside what others published
 collectives.py collective_cases.py collective_calls.py nccl_tests.py   collectives by size
-soak.py                              training under faults
+soak.py                          training under faults
+public_programs.py               what public programs compile to
 """

@@ -153,7 +153,7 @@ def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attemp
     _, tried = interleave(steps, NUM_WARMUP, 1, attempt=attempt, before=before, after=after)
     steps = {name: step for name, step in steps.items() if name in tried}
     round_s = gather(sum(times[0] for times in tried.values()))[0]  # rank 0's: all take the same number of rounds
-    num_rounds = sweep.num_rounds or rounds_within(sweep.budget_s, round_s)
+    num_rounds = sweep.num_rounds or int(np.clip(sweep.budget_s / max(round_s, 1e-9), MIN_ROUNDS, MAX_ROUNDS))
     _, seconds = interleave(steps, num_rounds, 0, attempt=attempt, before=before, after=after)
     for name, of_rank in seconds.items():
         call, times = calls[name], slowest(of_rank)
@@ -181,19 +181,9 @@ def _in_a_row(call: Any) -> float:
     return max(gather(seconds)) / IN_A_ROW
 
 
-def rounds_within(budget_s: float, round_s: float) -> int:
-    """The number of rounds that fit into a time.
-
-    Example:
-        >>> rounds_within(2.0, 0.1), rounds_within(2.0, 60.0), rounds_within(2.0, 1e-4)
-        (20, 5, 100)
-    """
-    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / max(round_s, 1e-9))))
-
-
 def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Latency and rate fitted to the sizes of each collective."""
-    right = [row for row in rows if row["check"] == "ok" and row.get("median_ms") and row.get("collective")]
+    right = [row for row in rows if row["check"] == "ok" and row.get("median_ms")]
     keys = ("framework", "backend", "num_ranks", "collective")
     for of_sweep, some in by(right, *keys).items():
         if len(some) >= 3:
@@ -220,10 +210,8 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
     placed = by([row for row in rows if row.get("busbw_gb_per_s")], "collective")
     for (name,), some in placed.items():
         figure, axes = new_figure(name.replace("_", "-"), 1, 2)
-        for axis, key, label in (
-            (axes[0][0], "median_ms", "ms"),
-            (axes[0][1], "busbw_gb_per_s", "bus bandwidth, GB/s"),
-        ):
+        columns = (("median_ms", "ms"), ("busbw_gb_per_s", "bus bandwidth, GB/s"))
+        for axis, (key, label) in zip(axes[0], columns, strict=True):
             for (backend, num_ranks), curve in by(some, "backend", "num_ranks").items():
                 points = [(row["asked_bytes"], row[key]) for row in curve if row.get(key)]
                 if points:

@@ -1,11 +1,9 @@
 """Soak: ``train`` goes on for an hour, while faults from a seeded list happen to it in the first three quarters.
 
-The command is watched from outside: what it prints, its processes, and its checkpoints, one every 10 steps. The last
-quarter is without faults, so that growth is seen. Then as many steps are trained undisturbed: the weights must be the
-same, and the time that this would have taken, of the time that it took, is the goodput.
-
-By hand is done what a scheduler or an operator would do: a job that has ended is started again, a full disk is cleared
-once the run has ended, and ranks that nobody else ends are ended after a bound.
+The command is watched from outside: what it prints, its processes, and its checkpoints. Then as many steps are trained
+undisturbed: the weights must be the same, and the time that they take is the goodput, as a share of the time that it
+took. As a scheduler or an operator would, the soak starts a job again that has ended, clears a full disk, and ends
+ranks that nobody else has ended after a bound.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ what slows both for some rounds cancels. Otherwise it is that of the two medians
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -60,14 +61,12 @@ def compare(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> 
 
 
 class Attempts:
-    """Calls of which some fail: what raises on any rank is left out on all.
+    """Calls of which some fail: what raises on any rank is left out on all; ``failed`` has why, by label.
 
-    Attributes:
-        failed: Why, by label.
+    ``agree`` takes what went wrong here, empty if nothing did, and gives what went wrong on any rank.
     """
 
     def __init__(self, agree: Callable[[str], str]) -> None:
-        """``agree`` takes what went wrong here, empty if nothing did, and gives what went wrong on any rank."""
         self.failed: dict[str, str] = {}
         self._agree = agree
 
@@ -116,10 +115,7 @@ def interleave(
         for label in [*labels[shift:], *labels[:shift]]:
             if label not in results:
                 continue
-
-            def timed(label: str = label, index: int = index) -> tuple[Any, float]:
-                return stopwatch(steps[label], index, wait=lambda result: None)
-
+            timed = partial(stopwatch, steps[label], index, wait=lambda result: None)
             before(label)
             found = timed() if index else attempt(label, timed)
             if found is None:
