@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, new_folder, read_rows, run
+from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, read_rows, run
 from benchmarks.render import CHECK, STEP, Column, as_text, new_figure, tables_of
 
 
@@ -111,10 +111,3 @@ def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + damage + "\n")
         assert main(["report", str(tmp_path)]) == 2
         assert "line 2 of " in capsys.readouterr().err
-
-
-def test_nothing_is_overwritten(tmp_path):
-    assert new_folder(str(tmp_path / "new"), "main").is_dir()
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"^out \(=.*\) must not exist, or be an empty folder"):
-        new_folder(str(tmp_path), "main")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lab as module
-from benchmarks.lab import Host, Lab, measure_mbit, open_lab
+from benchmarks.lab import Host, Lab, measure_mbit
 from benchmarks.ranks import Ranks, choose_ranks
 from benchmarks.ranks_test import total
 from torchref.launch import RankError
@@ -46,15 +46,13 @@ def test_ranks_of_both_frameworks_meet_over_the_link():
 
 
 @pytest.mark.lab
-def test_a_link_carries_what_was_asked_for_and_the_open_lab_is_the_last():
-    with Lab(2, 1000) as outer, Lab(3, 200) as inner:
-        assert open_lab() is inner and choose_ranks(2, "lab", default=2).hosts == inner.hosts[:2]
+def test_a_link_carries_what_was_asked_for():
+    with Lab(3, 200) as lab:
         # 1,448 of the 1,514 bytes of a frame are payload; a busy machine may carry less, none carries more.
-        assert 0.5 < measure_mbit(inner) / 200 < 1.0
-        inner.close()
-        assert open_lab() is outer
-        with pytest.raises(ValueError, match=r"^ranks \(=3\) must be at most the number of the lab's hosts \(=2\)$"):
-            choose_ranks(3, "lab", default=2)
+        assert 0.5 < measure_mbit(lab) / 200 < 1.0
+        assert choose_ranks(2, "lab", default=2).hosts == lab.hosts[:2]
+        with pytest.raises(ValueError, match=r"^ranks \(=4\) must be at most the number of the lab's hosts \(=3\)$"):
+            choose_ranks(4, "lab", default=2)
 
 
 @pytest.mark.lab
@@ -101,12 +99,6 @@ def test_what_an_owner_leaves_is_removed_and_nothing_else(how):
         owner.communicate()
         for name in others:
             subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-@pytest.mark.parametrize("hosts", [1, 9])
-def test_numbers_of_hosts_out_of_range_are_refused(hosts):
-    with pytest.raises(ValueError, match=rf"^hosts \(={hosts}\) must be at least 2 and at most 8$"):
-        Lab(hosts, 1000)
 
 
 def test_a_machine_that_does_not_let_it_is_told_what_is_missing(monkeypatch, tmp_path):

@@ -38,12 +38,6 @@ def test_jax_runs_on_ranks_of_a_kind(kind, num_processes, monkeypatch):
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1" and "MALLOC_ARENA_MAX" not in os.environ
 
 
-def test_frameworks_share_processes_but_where_jaxs_ranks_are_devices_of_one():
-    both = ("jaxddp", "torchref")
-    assert Ranks(2, "processes").groups(both) == [both] and Ranks(2, "processes").groups(()) == []
-    assert Ranks(2, "simulated").groups(both) == [("torchref",), ("jaxddp",)]
-
-
 def with_gpus(monkeypatch, of_torch, of_jax=None):
     monkeypatch.setattr("torch.cuda.device_count", lambda: of_torch)
     monkeypatch.setattr(ranks, "_count_jax_gpus", lambda: of_torch if of_jax is None else of_jax)

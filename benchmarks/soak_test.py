@@ -40,9 +40,8 @@ with Job(SoakSetup("jaxddp", 1.0, 2, 0), Path(sys.argv[1], "ck"), Path(sys.argv[
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_nothing_outlives_the_soak(tmp_path, number):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", RUNS, str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+    command, root = [sys.executable, "-c", RUNS, str(tmp_path)], Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(number)
         parent.wait(60)

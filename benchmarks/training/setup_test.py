@@ -23,6 +23,8 @@ def test_the_main_job_is_small_and_strategies_have_peers():
     assert (torch_case.name, jax_case.name, frameworks) == ("torchref", "jaxddp", ("jaxddp",))
     assert (setup.model, setup.global_batch, setup.ranks) == ("byte_shallow", 4, Ranks(2, "simulated"))
     assert setup.must_learn
+    of_random = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup[0]
+    assert of_random.tolerance is None and not of_random.must_learn and of_random.global_batch == 8
     assert [spec.name for spec in setup.strategies["jaxddp"]] == OURS
     (case,) = strategies.strategies_cases(options(ranks=2))
     setup, frameworks = case.setup
@@ -32,11 +34,6 @@ def test_the_main_job_is_small_and_strategies_have_peers():
     assert [spec.name for spec in setup.strategies["torchref"]] == [*OURS, *peers]
     assert StrategySpec("bucketed", 4.0) in setup.strategies["jaxddp"]  # several buckets
     assert spec_of("bucketed", "lm_9m").bucket_mb == 25.0 and spec_of("jit", "lm_9m").bucket_mb is None
-
-
-def test_random_tokens_teach_nothing():
-    setup = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup[0]
-    assert setup.tolerance is None and not setup.must_learn and setup.global_batch == 8
 
 
 def test_on_gpus_what_fills_them_is_trained(monkeypatch):
