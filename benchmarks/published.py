@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,25 +152,23 @@ def predict_steps() -> Iterator[dict[str, Any]]:
 def simulate_steps(say: Say) -> Iterator[dict[str, Any]]:
     """Published steps whose model is ours, with the commonest batch, as XLA compiles them for the same GPUs."""
     ours = [row for row in read("steps") if row["grade"] == "A" and row["model"]["name"] == "CS336-2025 xl"]
-    (batch_size, _), *_ = Counter(row["batch"]["global_batch"] for row in ours).most_common()
+    batch_size = statistics.mode(row["batch"]["global_batch"] for row in ours)
     done = set()
     for row in ours:
-        model, run = row["model"], run_of(row)
-        setup = (
-            (model["vocab"], model["seq_len"], *(model[one] for one in ("d_model", "layers", "heads", "ffn_hidden"))),
-            batch_size, run.strategy, run.bucket_mb if run.strategy == "bucketed" else None,
-            f"{run.chip.name}:{run.num_ranks}",
-        )  # fmt: skip
+        run = run_of(row)
+        names = ("vocab", "seq_len", "d_model", "layers", "heads", "ffn_hidden")
+        bucket_mb = run.bucket_mb if run.strategy == "bucketed" else None
+        sizes, target = tuple(row["model"][name] for name in names), f"{run.chip.name}:{run.num_ranks}"
+        setup = sizes, batch_size, run.strategy, bucket_mb, target
         is_other = row["batch"]["global_batch"] != batch_size or run.strategy not in STRATEGIES
         if is_other or setup in done:
             continue
         done.add(setup)
-        say(f"{row['id']}: compiling for {setup[-1]}")
+        say(f"{row['id']}: compiling for {target}")
         found = Ranks(1, "simulated").run(simulate, setup, in_jax=True, say=say)
-        ratio = found["predicted_ms"] / row["step_ms"]
-        yield {
+        yield found | {
             "table": COMPILED, "source": row["id"], "num_ranks": run.num_ranks, "strategy": run.strategy,
-            "published_ms": row["step_ms"], **found, "ratio": ratio,
+            "published_ms": row["step_ms"], "ratio": found["predicted_ms"] / row["step_ms"],
         }  # fmt: skip
 
 
