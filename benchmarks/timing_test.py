@@ -4,14 +4,10 @@ import pytest
 from benchmarks.timing import Attempts, Ratio, compare, interleave
 
 
-def alone(said):
-    return said
-
-
 def test_steps_take_turns_and_every_round_starts_with_another():
     seen = []
     steps = {label: (lambda index, label=label: seen.append(label) or index) for label in "abc"}
-    kept, seconds = interleave(steps, 4, 1, attempt=Attempts(alone), after=lambda label, result: 10 * result)
+    kept, seconds = interleave(steps, 4, 1, attempt=Attempts(str), after=lambda label, result: 10 * result)
     assert "".join(seen) == "abcbcacababc"
     assert kept == dict.fromkeys("abc", [0, 10, 20, 30])
     assert all(len(times) == 3 and min(times) > 0 for times in seconds.values())
@@ -20,7 +16,7 @@ def test_steps_take_turns_and_every_round_starts_with_another():
 def test_what_is_done_before_and_after_a_step_is_not_timed():
     seen = []
     interleave(
-        {"a": lambda index: seen.append("step")}, 1, 0, attempt=Attempts(alone),
+        {"a": lambda index: seen.append("step")}, 1, 0, attempt=Attempts(str),
         before=lambda label: seen.append(f"before {label}"), after=lambda label, result: seen.append("after"),
         on_round=lambda done: seen.append(done),
     )  # fmt: skip
@@ -31,7 +27,7 @@ def test_what_fails_in_its_first_step_takes_part_in_no_other():
     def fail(index):
         raise OSError("no network\nand more")
 
-    attempt = Attempts(alone)
+    attempt = Attempts(str)
     kept, _ = interleave({"bad": fail, "good": lambda index: index}, 3, 1, attempt=attempt)
     assert attempt.failed == {"bad": "OSError: no network"} and kept == {"good": [0, 1, 2]}
 
@@ -40,7 +36,7 @@ def test_what_fails_in_its_first_step_takes_part_in_no_other():
             raise OSError("too late")
 
     with pytest.raises(OSError, match="too late"):
-        interleave({"bad": fail_later}, 3, 1, attempt=Attempts(alone))
+        interleave({"bad": fail_later}, 3, 1, attempt=Attempts(str))
 
 
 def test_what_fails_on_another_rank_is_left_out_here_as_well():
