@@ -52,7 +52,7 @@ class Replicated(DataParallel):
                 work.wait()
             for name, grad in unpack(bucket, total.div_(denominator)).items():
                 self._trained[name].grad = grad
-        for name in self._trained.keys() - self._bucket_of.keys() - self._sharded:
+        for name in self._trained.keys() - self._planned - self._sharded:
             self._grad(name).div_(denominator)
         self._started = []
 

@@ -34,9 +34,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from jaxddp import __version__
-from jaxddp.arguments import check_kind, check_positive
-from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpec
+from jaxddp.arguments import check_positive
+from jaxddp.communication.buckets import Bucket, BucketPlan, TensorSpec
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import check_alike
@@ -48,9 +47,6 @@ from .parts import PartialGradient, Shard
 
 Sync = Literal["finish", "backward"]
 
-# Options of DistributedDataParallel that change nothing here.
-_HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
-OPTIONS = {"process_group", "broadcast_buffers", "sync", *_HARMLESS}
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
@@ -60,12 +56,9 @@ class DataParallel(nn.Module, abc.ABC):
     """Keeps a module's replicas equal: the same weights at the start, averaged gradients at every step.
 
     Attributes:
-        module: The wrapped module.
         plan: What a backward pass communicates.
-        sync: What synchronises the gradients: a call of ``finish_gradient_synchronization``, or every backward.
         require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
-        owns_optimizer: Whether the strategy makes and steps the optimizer. Its constructor then takes
-            ``optimizer_cls`` and the optimizer's options, it has ``step()``, and a schedule drives its ``optimizer``.
+        owns_optimizer: Whether the strategy makes the optimizer, of ``optimizer_cls`` and options, and has ``step()``.
         gathers_in_forward: Whether parameters are full only inside modules, and a compute dtype is the wrapper's.
         each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
     """
@@ -83,7 +76,6 @@ class DataParallel(nn.Module, abc.ABC):
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         sync: Sync = "finish",
-        **ddp_options: Any,
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
@@ -93,17 +85,12 @@ class DataParallel(nn.Module, abc.ABC):
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
             sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
                 that none is to be called. Each rank's backward must then reach a trainable parameter.
-            **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
-            ValueError: If there is no process group yet, nothing to train, the module is wrapped or on the meta device,
-                an option is unknown or out of range, or ranks have other versions, strategies, parameters, buffers or
-                plans.
+            ValueError: If there is nothing to train, the module is wrapped, or ranks have other strategies, parameters,
+                buffers or plans.
         """
-        name = type(self).__name__
-        check_module(name, module)
-        if unknown := ddp_options.keys() - _HARMLESS:
-            raise ValueError(f"{name} has no option {min(unknown)}; the caps of buckets are bucket_mb, if it has any")
+        check_module(module)
         if sync not in ("finish", "backward"):
             raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
         super().__init__()
@@ -112,18 +99,15 @@ class DataParallel(nn.Module, abc.ABC):
         self.require_backward_grad_sync = True
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
-        if self.num_ranks > 1:
-            versions = {"torchref": __version__, "torch": torch.__version__}
-            chosen = {"strategy": name, "broadcast_buffers": broadcast_buffers, "sync": sync}
-            check_alike(versions | chosen | _describe(module), process_group)
+        chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers, "sync": sync}
+        check_alike(chosen | _describe(module), process_group)
+        specs = [tensor_spec(name, p) for name, p in reversed(self._trained.items()) if name not in self._sharded]
+        self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
+        self._planned = {tensor.name for bucket in self.plan.buckets for tensor in bucket.tensors}
+        plan = f"{len(self.plan.buckets)} buckets, checksum {zlib.crc32(repr(self.plan).encode()):08x}"
+        check_alike({"plan": plan}, process_group)
         if not self._trained:
             raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
-        specs = [tensor_spec(one, p) for one, p in reversed(self._trained.items()) if one not in self._sharded]
-        self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
-        self._bucket_of = {t.name: i for i, bucket in enumerate(self.plan.buckets) for t in bucket.tensors}
-        if self.num_ranks > 1:
-            plan = f"{len(self.plan.buckets)} buckets, checksum {zlib.crc32(repr(self.plan).encode()):08x}"
-            check_alike({"plan": plan}, process_group)
         with torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
                 broadcast(tensor, root=0, group=process_group)
@@ -276,12 +260,6 @@ class DataParallel(nn.Module, abc.ABC):
             for name, one in named
         }
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            f"a {type(self).__name__} holds hooks and a process group, so it is not pickled or copied: save"
-            " gather_full_params(), or use torchref.Checkpoints"
-        )
-
     def _expect_gradients(self) -> None:
         self._has_begun = False  # a backward that is not synchronised yet
         self._ready: set[str] = set()
@@ -356,7 +334,7 @@ class DataParallel(nn.Module, abc.ABC):
             self._trained[name].grad = grad.as_subclass(PartialGradient)
         # A backward within another one may come again, so what it brings waits for the end of the outermost.
         is_inner = self._outermost not in (None, torch._C._current_graph_task_id())
-        if name in self._bucket_of and not self.plan.after_backward and not is_inner:
+        if name in self._planned and not self.plan.after_backward and not is_inner:
             if self.require_backward_grad_sync or self.each_microbatch or name in self._ready:
                 self._count(name)
 
@@ -449,39 +427,20 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
-def check_module(name: str, module: Any) -> None:
-    """Refuses what the wrapper of this name cannot wrap, by a ValueError."""
-    if not dist.is_initialized():
-        raise ValueError(
-            f"{name} needs a process group: call torch.distributed.init_process_group, or run under torchref.launch,"
-            " before wrapping a module"
-        )
-    check_kind("module", module, nn.Module, "a torch.nn.Module")
+def check_module(module: nn.Module) -> None:
+    """Refuses a module of which another wrapper reduces or shards a parameter, by a ValueError."""
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
-    for one, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {one!r} is on the meta device: module.to_empty(device=...), then wrap it")
+    for name, parameter in module.named_parameters():
         if isinstance(parameter, Shard):
             raise ValueError(
-                f"parameter {one!r} (={list(parameter.shape)}) must be full (={list(parameter.cut.shape)}), not a"
+                f"parameter {name!r} (={list(parameter.shape)}) must be full (={list(parameter.cut.shape)}), not a"
                 " shard made by FSDP: wrap a new module, loaded with what gather_full_params() returned"
             )
         if id(parameter) in owners:
             raise ValueError(
-                f"parameter {one!r} is already wrapped by a {owners[id(parameter)]}: delete that first, or both would"
+                f"parameter {name!r} is already wrapped by a {owners[id(parameter)]}: delete that first, or both would"
                 " sum its gradient"
             )
-
-
-def resolve_bucket_mb(bucket_mb: BucketMb, bucket_size_mb: BucketMb) -> BucketMb:
-    """Returns the bucket cap that was given under either of its two names; a ValueError if under both."""
-    if bucket_size_mb == "default":
-        return bucket_mb
-    if bucket_mb != "default":
-        raise ValueError(
-            f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one option: give one of them"
-        )
-    return bucket_size_mb
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -118,8 +118,6 @@ def issued_are_the_planned(name):
 def bad_input():
     with pytest.raises(ValueError, match=r"sync \(='step'\) must be 'finish' or 'backward'"):
         torchref.NaiveDDP(model(), sync="step")
-    with pytest.raises(ValueError, match="BucketedDDP has no option bucket_cap_mb; the caps of buckets are bucket_mb"):
-        torchref.BucketedDDP(model(), bucket_cap_mb=25, device_ids=None)
     net, tx = wrap("naive", model())
     with pytest.raises(ValueError, match=r"sync \(='backward'\) of net must be 'finish': the trainer divides by"):
         torchref.Trainer(lambda net, batch: net(batch["x"]).mean(), tx, net)

@@ -10,7 +10,7 @@ from torch import nn
 from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_all_reduces
 
 from ..replicated import Replicated
-from ..strategy import register, resolve_bucket_mb
+from ..strategy import register
 
 
 @register("bucketed")
@@ -34,13 +34,15 @@ class BucketedDDP(Replicated):
                 times as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
                 ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
-            bucket_size_mb: Older name of ``bucket_mb``.
+            bucket_size_mb: Another name of ``bucket_mb``.
             **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``, ``sync``.
 
         Raises:
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.
         """
-        self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
+        if "default" not in (bucket_mb, bucket_size_mb):
+            raise ValueError(f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one: give one")
+        self._bucket_mb, self._rule = bucket_mb if bucket_size_mb == "default" else bucket_size_mb, rule
         super().__init__(module, **options)
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:

@@ -58,10 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: If parameters are in a set, which has no order.
-            ValueError: If there is no process group yet.
         """
-        if not dist.is_initialized():
-            raise ValueError("ShardedOptimizer needs a process group: call torch.distributed.init_process_group first")
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._owner: dict[torch.Tensor, int] = {}
@@ -139,11 +136,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         copy_options(self.local, self)
         self.state = self.local.state
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            "a ShardedOptimizer holds a process group, so it is not pickled or copied: save state_dict()"
-        )
 
     def _bytes(self, rank: int, trained: bool = False) -> int:
         """Bytes of the parameters of a rank."""

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jaxddp.communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec, plan_buckets
 
 from ..agreement import check_alike, group_device
 from ..communication.sharding import Cut, ShardSums, cut, num_bytes
@@ -66,7 +66,6 @@ class FSDP(Replicated):
         shard_types: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         *,
         bucket_mb: BucketMb = "default",
-        rule: Rule = "before",
         **options: Any,
     ) -> None:
         """Wraps a module.
@@ -77,20 +76,19 @@ class FSDP(Replicated):
                 each module with parameters are cast to it. No casts if None.
             shard_types: Modules of these types are units: the parameters directly in them are sharded.
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
-            rule: When these buckets close; see ``plan_buckets``.
             **options: Of ``DataParallel``: ``process_group``, ``sync``.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
                 or changes its weights itself, a module is compiled, or as ``BucketedDDP``.
         """
-        check_module(type(self).__name__, module)
+        check_module(module)
         for name, one in module.named_modules():
             if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
                 raise ValueError(
                     f"module {name!r} is compiled, and a compiled program takes no shards: use BucketedDDP"
                 )
-        self._bucket_mb, self._rule, self.compute_dtype = bucket_mb, rule, compute_dtype
+        self._bucket_mb, self.compute_dtype = bucket_mb, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
         self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
@@ -101,7 +99,7 @@ class FSDP(Replicated):
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets of the replicated parameters."""
-        return plan_buckets(tensors, self._bucket_mb, rule=self._rule)
+        return plan_buckets(tensors, self._bucket_mb)
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """The parameters of all units are shards, in the module as well; a shared one under each of its names."""

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpec, plan_buckets
 
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import OPTIONS, DataParallel, register, resolve_bucket_mb, weakly
+from ..strategy import DataParallel, Sync, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -55,8 +55,9 @@ class ZeRO1(DataParallel):
         bucket_mb: BucketMb = "default",
         *,
         params: Params | None = None,
-        rule: Rule = "before",
-        bucket_size_mb: BucketMb = "default",
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        sync: Sync = "finish",
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -67,27 +68,25 @@ class ZeRO1(DataParallel):
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             params: What the optimizer updates: parameters of the module, or groups of them with options; all
                 parameters in one group when None.
-            rule: When a bucket closes; see ``plan_buckets``.
-            bucket_size_mb: Older name of ``bucket_mb``.
-            **kwargs: For ``optimizer_cls``; the options of ``DataParallel`` as there.
+            process_group: As ``broadcast_buffers`` and ``sync``, see ``DataParallel``.
+            broadcast_buffers: As there.
+            sync: As there.
+            **kwargs: For ``optimizer_cls``.
 
         Raises:
             TypeError: If ``params`` or a group of it is a set.
             ValueError: If the optimizer is not element-wise, its class, groups or options differ by rank, ``params``
-                holds a tensor that is no parameter of the module, a cap or the rule is out of range, or as
-                ``DataParallel``.
+                holds a tensor that is no parameter of the module, a cap is out of range, or as ``DataParallel``.
         """
-        self._bucket_mb, self._rule = resolve_bucket_mb(bucket_mb, bucket_size_mb), rule
-        groups = None if params is None else as_groups(params)
-        super().__init__(module, **{name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()})
+        self._bucket_mb = bucket_mb
+        groups = as_groups(module.parameters() if params is None else params)
+        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, sync=sync)
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
-        groups = groups or [{"params": list(module.parameters())}]
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
-        if self.num_ranks > 1:
-            names = {id(shard): name for name, shard in self._shards.items()}
-            check_alike(describe_optimizer(self.optimizer, names), self.process_group)
+        names = {id(shard): name for name, shard in self._shards.items()}
+        check_alike(describe_optimizer(self.optimizer, names), process_group)
         check_elementwise(self.optimizer)
         mark_state_dicts(self.optimizer, self.process_group)
         self._may_step = False
@@ -97,7 +96,7 @@ class ZeRO1(DataParallel):
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets up to the cap, in which the updated parameters are gathered as well."""
-        return plan_buckets(tensors, self._bucket_mb, rule=self._rule)
+        return plan_buckets(tensors, self._bucket_mb)
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """All trained parameters are updated by shards; the module's own are whole."""
@@ -156,7 +155,7 @@ class ZeRO1(DataParallel):
 
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
-        unplanned = self._trained.keys() - self._bucket_of.keys()
+        unplanned = self._trained.keys() - self._planned
         self._sums.add({name: self._cuts[name].local_shard(self._grad(name), self._rank) for name in unplanned})
         for name, mean in self._sums.means(denominator).items():
             before = self._shards[name].grad
@@ -225,7 +224,7 @@ class ZeRO1(DataParallel):
                 self._install(*started.pop(0))
         for one in started:
             self._install(*one)
-        for name in self._trained.keys() - self._bucket_of.keys():
+        for name in self._trained.keys() - self._planned:
             if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place
                 rows = self._shards[name].reshape(1, -1)
                 self._trained[name].copy_(self._cuts[name].from_rows(rows) if rows.numel() else self._trained[name])
