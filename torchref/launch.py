@@ -7,9 +7,8 @@
 | ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from the launcher's variables   |
 
 When a rank raises, dies or is silent for too long, the others are killed: they may wait for it in a collective. Ranks
-end with their parent, however it ends. They meet through a file, which ranks on other networks see as well.
-
-A pipe carries pickled tasks to a rank. Back come pickled ``(kind, content)``: messages, then a result or a failure.
+end with their parent, however it ends. They meet through a file, which ranks on other networks see as well. A pipe
+carries pickled tasks to a rank, and back pickled ``(kind, content)``: messages, then a result or a failure.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ class RankPool:
         Raises:
             ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
         """
-        self.max_ranks = _check_ranks("max_ranks", max_ranks, backend)
+        _check_ranks(max_ranks, backend)
+        self.max_ranks = max_ranks
         self._backend, self._prepare = backend, prepare
         self._workers: dict[int, _Worker] = {}
-        self._running = threading.Lock()
         _open_pools.add(self)
 
     def run(
@@ -114,40 +113,33 @@ class RankPool:
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If a number is out of range, or the pool is busy.
+            ValueError: If a number is out of range.
         """
-        num_ranks = check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks)
-        if num_ranks > self.max_ranks:
-            raise ValueError(f"num_ranks (={num_ranks}) must be at most max_ranks (={self.max_ranks})")
+        ranks = range(check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks))
+        if len(ranks) > self.max_ranks:
+            raise ValueError(f"num_ranks (={len(ranks)}) must be at most max_ranks (={self.max_ranks})")
         payload = pickle.dumps((fn, args))  # by value: shared memory would vanish with its rank
         with tempfile.TemporaryDirectory(prefix="torchref-") as folder:
-            if not self._running.acquire(blocking=False):
-                raise ValueError("this RankPool is busy with another call: every thread needs a pool of its own")
             try:
-                self._end([worker for worker in self._workers.values() if not worker.process.is_alive()])
-                missing = [rank for rank in range(num_ranks) if rank not in self._workers]
+                self._end([rank for rank, worker in self._workers.items() if not worker.process.is_alive()])
+                missing = [rank for rank in ranks if rank not in self._workers]
                 self._workers |= {rank: _Worker(rank, self._backend, self._prepare) for rank in missing}
-                self._collect(missing, _START_TIMEOUT_S, None)
-                workers = [self._workers[rank] for rank in range(num_ranks)]
-                for worker in workers:
-                    worker.send((num_ranks, f"{folder}/store", timeout_s, payload))
-                results = self._collect(range(num_ranks), timeout_s, on_message)
-                for worker in workers:  # no rank leaves the group while another may still need it
-                    worker.send(None)
+                self._collect(missing, _START_TIMEOUT_S)
+                self._send(ranks, (len(ranks), f"{folder}/store", timeout_s, payload))
+                results = self._collect(ranks, timeout_s, on_message)
+                self._send(ranks, None)  # no rank leaves the group while another may still need it
                 try:
-                    self._collect(range(num_ranks), _LEAVE_TIMEOUT_S, None)
+                    self._collect(ranks, _LEAVE_TIMEOUT_S)
                 except RankError:  # of many thousands of groups of Gloo's one was never gone
-                    self._end(workers)
+                    self._end(ranks)
                 return results
             except BaseException:
-                self._end([worker for worker in self._workers.values() if worker.rank < num_ranks])
+                self._end(ranks)
                 raise
-            finally:
-                self._running.release()
 
     def close(self) -> None:
         """Ends all processes of the pool."""
-        self._end(list(self._workers.values()))
+        self._end(list(self._workers))
 
     def __enter__(self) -> RankPool:
         return self
@@ -155,46 +147,50 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _collect(self, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None) -> list[Any]:
+    def _send(self, ranks: Sequence[int], task: Any) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # ``_collect`` notices a dead one
+                self._workers[rank].pipe.send(task)
+
+    def _collect(self, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None = None) -> list[Any]:
         """Waits for a result of some ranks."""
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str, str]] = {}
         heard_s = time.monotonic()
-        while waiting := [self._workers[rank] for rank in ranks if rank not in results]:
-            has_failed = bool(failures)
-            if has_failed:  # one failure often causes others, which may arrive first: the earliest is the cause
+        while waiting := {rank: self._workers[rank] for rank in ranks if rank not in results}:
+            if has_failed := bool(failures):  # one often causes others, which may arrive first: the earliest is it
                 time.sleep(_OTHER_FAILURES_S)
             else:  # not for long: processes forked by a dead rank can keep both of its sources open
-                connection.wait([source for one in waiting for source in (one.pipe, one.process.sentinel)], 0.2)
-            for worker in waiting:
+                sources = [source for one in waiting.values() for source in (one.pipe, one.process.sentinel)]
+                connection.wait(sources, 0.2)
+            for rank, worker in waiting.items():
                 for kind, content in worker.receive():
                     heard_s = time.monotonic()
                     if kind == "result":
-                        results[worker.rank] = content
+                        results[rank] = content
                     elif kind == "failure":
-                        failures.setdefault(worker.rank, content)
+                        failures.setdefault(rank, content)
                     elif on_message is not None:
-                        on_message(worker.rank, content)
+                        on_message(rank, content)
             if has_failed:
                 rank, (_, what, details) = min(failures.items(), key=lambda item: item[1][0])
                 raise RankError(f"rank {rank} of {len(ranks)} failed: {what}\n\n{details}")
             if time.monotonic() > heard_s + timeout_s:
-                late = [worker for worker in waiting if worker.rank not in results]
-                for worker in late:
-                    worker.process.terminate()  # and say on stderr where each of its threads is
-                    worker.process.join(_TRACEBACK_S)
-                numbers = ", ".join(str(worker.rank) for worker in late)
-                which = f"rank{'s' * (len(late) > 1)} {numbers} of {len(ranks)}"
+                late = [rank for rank in waiting if rank not in results]
+                for rank in late:
+                    self._workers[rank].process.terminate()  # and say on stderr where each of its threads is
+                    self._workers[rank].process.join(_TRACEBACK_S)
+                which = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {len(ranks)}"
                 raise RankError(f"{which} did not finish or report within timeout_s (={timeout_s})")
         return [results[rank] for rank in ranks]
 
-    def _end(self, workers: Sequence[_Worker]) -> None:
+    def _end(self, ranks: Sequence[int]) -> None:
+        workers = [self._workers.pop(rank) for rank in ranks if rank in self._workers]
         for worker in workers:
             worker.process.kill()
         for worker in workers:
             worker.process.join()
             worker.pipe.close()
-            self._workers.pop(worker.rank, None)
 
 
 def launch(
@@ -207,7 +203,6 @@ def launch(
     on_message: OnMessage | None = None,
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own; arguments and errors are those of `RankPool` and its ``run``."""
-    _check_ranks("num_ranks", num_ranks, backend)
     with RankPool(num_ranks, backend=backend, prepare=prepare) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, on_message=on_message)
 
@@ -230,19 +225,10 @@ class _Worker:
     def __init__(self, rank: int, backend: str, prepare: Prepare | None) -> None:
         """Starts the process; its first result is that it is ready."""
         context = multiprocessing.get_context("spawn")
-        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
-        dies_with_thread = threading.current_thread() is threading.main_thread()
-        self.rank = rank
         self.pipe, theirs = context.Pipe()
-        arguments = theirs, rank, backend, prepare, dies_with_thread
-        self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
+        self.process = context.Process(target=_serve, args=(theirs, rank, backend, prepare), name=f"rank-{rank}")
         self.process.start()
         theirs.close()
-
-    def send(self, task: Any) -> None:
-        """Sends to the process; ``receive`` notices a dead one."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(task)
 
     def receive(self) -> Iterator[tuple[str, Any]]:
         """What the rank has sent so far, as (kind, content), up to its result or failure; or its death."""
@@ -255,22 +241,20 @@ class _Worker:
                     return
         if not is_alive:
             code = self.process.exitcode or 0
-            what = (
-                f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
-            )
+            what = f"exited with code {code}"
+            if code < 0:
+                what = f"killed by signal {-code} ({signal.Signals(-code).name})"
             yield "failure", (0.0, what, "")
 
 
 # Inside a rank's process.
 
 
-def _serve(
-    pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None, dies_with_thread: bool
-) -> None:
+def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
     faulthandler.register(signal.SIGTERM, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
-    if dies_with_thread and sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
+    if sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     one_at_a_time = threading.Lock()
 
@@ -360,7 +344,7 @@ def init_from_env(
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.
-        coordinator_address: ``host:port`` of rank 0, for a job described by hand.
+        coordinator_address: ``host:port`` of rank 0, for a job described by hand, as the next two.
         num_processes: Number of ranks.
         process_id: This process's rank, from 0.
         timeout_s: Seconds to wait for the other ranks; half of ``stuck_s``, 60 to 300, if None.
@@ -380,7 +364,7 @@ def init_from_env(
     index = 0
     if backend == "nccl" and job is not None and job.num_local_processes > 1:
         index = (job.local_devices(torch.cuda.device_count()) or [0])[0]
-    _check_ranks("the GPU of this process", index + 1, backend)
+    _check_ranks(index + 1, backend)
     device = _use_device(backend, index)
     if job is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
@@ -434,14 +418,12 @@ def _use_gloo_at(address: str | None) -> None:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _check_ranks(name: str, num_ranks: int, backend: str) -> int:
-    num_ranks = check_integer(name, num_ranks)
+def _check_ranks(num_ranks: int, backend: str) -> None:
+    check_integer("num_ranks", num_ranks)
     if backend not in _BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
-    num_devices = torch.cuda.device_count() if backend == "nccl" else num_ranks
-    if num_ranks > num_devices:
-        raise ValueError(f"{name} (={num_ranks}) must be at most the number of CUDA devices (={num_devices}) for NCCL")
-    return num_ranks
+    if backend == "nccl" and num_ranks > (num_devices := torch.cuda.device_count()):
+        raise ValueError(f"num_ranks (={num_ranks}) must be at most the CUDA devices (={num_devices}) for NCCL")
 
 
 def _use_device(backend: str, index: int) -> torch.device | None:
