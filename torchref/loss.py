@@ -31,12 +31,10 @@ def as_part(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         ValueError: If it is not a scalar, or its weight depends on parameters.
     """
     total, weight = loss if isinstance(loss, Weighted) else (loss, None)
-    for value in (total, weight) if isinstance(loss, Weighted) else (total,):
-        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+    for value in (total,) if weight is None else (total, weight):
+        if not isinstance(value, torch.Tensor) or value.ndim:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(
-                f"loss_fn returned {found}: the loss must be a scalar tensor or torchref.Weighted of scalars"
-            )
+            raise ValueError(f"loss_fn returned {found}: the loss must be a scalar tensor or torchref.Weighted of two")
     if weight is not None and weight.requires_grad:
         raise ValueError("the weight of torchref.Weighted must not depend on parameters, or its gradient would be lost")
     return total, weight

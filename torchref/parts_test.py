@@ -176,7 +176,7 @@ def forward_hooks():
 
 
 def wrapped_otherwise(name):
-    """A scaler, and an optimizer of the module beside the wrapper's own."""
+    """A scaler over shards, and an optimizer of the module beside the wrapper's own."""
     module = nn.Linear(3, 2)
     before = torch.optim.SGD(module.parameters(), lr=0.1)
     net = wrap(name, module)
@@ -187,7 +187,7 @@ def wrapped_otherwise(name):
     if net.owns_optimizer or name == "zero3":
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        assert refused(lambda: scaler.step(net if net.owns_optimizer else before))
+        assert refused(lambda: scaler.step(net.optimizer if net.owns_optimizer else before))
 
 
 def compiled():

@@ -70,23 +70,23 @@ class Trainer:
                 before the update. ``"raise"``: raises before the update. ``"skip"``: does not update.
 
         Raises:
-            ValueError: If a number is out of range, or ``compute_dtype`` is given with a wrapper that has its own.
+            ValueError: If an option is out of range, or does not go with the wrapper.
         """
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
-        if compute_dtype is not None and getattr(net, "gathers_in_forward", False):
+        self._parallel = net if isinstance(net, DataParallel) else None
+        if compute_dtype is not None and self._parallel and self._parallel.gathers_in_forward:
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to the wrapper, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        if isinstance(net, DataParallel) and net.sync != "finish":
-            raise ValueError(f"sync (={net.sync!r}) of net must be 'finish': the trainer divides by the batch's weight")
+        if self._parallel and self._parallel.sync != "finish":
+            raise ValueError("sync (='backward') of net must be 'finish': the trainer divides by the batch's weight")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
         self.max_grad_norm, self.compute_dtype, self.nonfinite = max_grad_norm, compute_dtype, nonfinite
         self.num_steps = 0
-        self._parallel = net if isinstance(net, DataParallel) else None
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
-        self._agreed = self.num_ranks == 1
+        self._agreed = False
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Takes one training step.
@@ -104,22 +104,20 @@ class Trainer:
         divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
         if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
             raise ValueError(f"the weights of torchref.Weighted (={weight} in all) must be finite numbers, 0 or more")
-        if weight is None and not of_ranks.is_cuda:
-            self._check_rows(of_ranks)
-        has_examples = divisor != 0
         self._finish(divisor or 1)
         loss, norm = total / (divisor or 1), self._clip()
         self.num_steps += 1
         is_finite = self.nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm))  # waits for a GPU
-        if has_examples and is_finite:
+        if divisor and is_finite:
             self.optimizer.step()
-        if weight is None and of_ranks.is_cuda:  # after the update, which must not wait
+        if weight is None:  # after the update, which must not wait for a GPU
             self._check_rows(of_ranks)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
-        if has_examples and not is_finite and self.nonfinite == "raise":
+        is_skipped = bool(divisor) and not is_finite
+        if is_skipped and self.nonfinite == "raise":
             found = f"loss (={metrics['loss']}) and gradient norm (={metrics['grad_norm']}) of step {self.num_steps}"
             raise FloatingPointError(f"{found} must be finite")
-        return metrics | ({"skipped": float(has_examples and not is_finite)} if self.nonfinite == "skip" else {})
+        return metrics | ({"skipped": float(is_skipped)} if self.nonfinite == "skip" else {})
 
     def _backwards(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""
@@ -132,40 +130,18 @@ class Trainer:
         self.net.zero_grad(set_to_none=True)
         totals, weights = [], []
         for index in range(self.num_microbatches):
-            is_last = index == self.num_microbatches - 1
-            with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
-                piece = local_rows(batch, index, self.num_microbatches)
-                with self._autocast(piece):
+            piece, context = local_rows(batch, index, self.num_microbatches), contextlib.ExitStack()
+            if self._parallel is not None and index < self.num_microbatches - 1:
+                context.enter_context(self._parallel.no_sync())
+            with context:
+                with contextlib.nullcontext() if self.compute_dtype is None else self._autocast(piece):
                     total, weight = as_part(self.loss_fn(self.net, piece))
                 total.backward()
             totals.append(total.detach())
             weights.append(weight)
         return self._sum_parts(totals, [one for one in weights if one is not None], _num_rows(batch))
 
-    def _finish(self, denominator: float) -> None:
-        if self._parallel is not None:
-            self._parallel.finish_gradient_synchronization(denominator)
-            return
-        for parameter in self.net.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if denominator != 1:  # DistributedDataParallel has divided already
-                    parameter.grad.div_(denominator)
-
-    def _clip(self) -> torch.Tensor:
-        """Clips the averaged gradient if asked to; returns its norm before."""
-        if self._parallel is not None:
-            norm, grads = self._parallel.grad_norm(), sum(self._parallel.gradients(), [])
-        else:
-            grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
-            norm = global_norm(grads)
-        if self.max_grad_norm is not None:
-            clip_to_norm_(grads, norm, self.max_grad_norm)
-        return norm
-
-    def _autocast(self, batch: Batch) -> contextlib.AbstractContextManager[Any]:
-        if self.compute_dtype is None:  # a caller may have one of its own
-            return contextlib.nullcontext()
+    def _autocast(self, batch: Batch) -> torch.autocast:
         return torch.autocast(tree_leaves(batch)[0].device.type, self.compute_dtype)
 
     def _sum_parts(
@@ -181,6 +157,26 @@ class Trainer:
             sums[2 + dist.get_rank(self._parallel.process_group)] = rows
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
         return sums[0], sums[1] if weights else None, sums[2:]
+
+    def _finish(self, denominator: float) -> None:
+        if self._parallel is not None:
+            self._parallel.finish_gradient_synchronization(denominator)
+            return
+        for parameter in self.net.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.div_(denominator)
+
+    def _clip(self) -> torch.Tensor:
+        """Clips the averaged gradient if asked to; returns its norm before."""
+        if self._parallel is not None:
+            norm, grads = self._parallel.grad_norm(), sum(self._parallel.gradients(), [])
+        else:
+            grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+            norm = global_norm(grads)
+        if self.max_grad_norm is not None:
+            clip_to_norm_(grads, norm, self.max_grad_norm)
+        return norm
 
     def _check_rows(self, of_ranks: torch.Tensor) -> None:
         """Refuses ranks of unequally many examples, whose mean of means would be another."""
@@ -209,13 +205,9 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
 
 
 def _num_rows(batch: Batch) -> int:
-    lengths: dict[str, Any] = {
-        f"batch{keystr(path)}": getattr(one, "shape", ()) for path, one in tree_flatten_with_path(batch)[0]
-    }
-    for name, shape in lengths.items():
-        if not shape:
-            raise ValueError(f"{name} must be a tensor whose dimension 0 counts examples")
-    if len({shape[0] for shape in lengths.values()}) != 1:
-        found = ", ".join(f"{name} has {shape[0]}" for name, shape in lengths.items())
-        raise ValueError(f"batch tensors must agree in length: {found or 'there are none'}")
-    return next(iter(lengths.values()))[0]
+    shapes = {f"batch{keystr(path)}": getattr(one, "shape", ()) for path, one in tree_flatten_with_path(batch)[0]}
+    lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"batch must be tensors whose dimension 0 counts examples: {found or 'there are none'}")
+    return next(iter(lengths.values()))

@@ -70,7 +70,7 @@ def test_bad_input():
         (r"num_microbatches \(=0\) must be a positive integer", batch(), {"num_microbatches": 0}),
         (r"max_grad_norm \(=0\) must be a positive", batch(), {"max_grad_norm": 0}),
         (r"batch \(=24 examples\) must be divisible by .* \(=5\)", batch(), {"num_microbatches": 5}),
-        (r"batch tensors must agree in length: .*24.*3", batch() | {"y": torch.ones(3, 5)}, {}),
+        (r"batch must be tensors whose dimension 0 counts .*24.*3", batch() | {"y": torch.ones(3, 5)}, {}),
         (r"batch \(=0 examples\) must be divisible", batch(0), {"num_microbatches": 5}),
     ):
         with pytest.raises(ValueError, match=message):

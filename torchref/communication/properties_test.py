@@ -50,7 +50,7 @@ def test_packed_tensors_come_back(tensors, bucket_mb, rule, are_transposed):
 @given(tensors_of(), CAPS, NUM_RANKS, st.lists(st.booleans(), min_size=12, max_size=12))
 def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks, are_transposed):
     values, found = transposed(values_of(tensors), are_transposed), {}
-    cuts = {name: sharding.cut(tensor.shape, num_ranks) for name, tensor in values.items()}
+    cuts = {name: sharding.Cut(tuple(tensor.shape), num_ranks) for name, tensor in values.items()}
     for bucket in plan_buckets(tensors, bucket_mb).buckets:
         rows = sharding.pack_rows(bucket, values, cuts)
         assert tuple(rows.shape) == (num_ranks, bucket_width(bucket, num_ranks))

@@ -1,8 +1,8 @@
 """How tensors are cut into shards: rank r of N holds part r of each; the twin of ``jaxddp.communication.sharding``.
 
-A tensor is cut along the first dimension that N divides. Where N divides none, the tensor is flattened and padded with
-zeros to N chunks of c = ceil(n / N). A shard has as many dimensions as its tensor, and at least one, so parameter
-groups chosen by ``p.dim()`` are the same on shards: ``[a / N, b]``, ``[a, b / N]``, or padded ``[1, c]``.
+A tensor of n elements is flattened and padded with zeros to N chunks of c = ceil(n / N), where jaxddp cuts along a
+dimension if it can; the bytes are the same. A shard has as many dimensions as its tensor, and at least one, so that
+parameter groups chosen by ``p.dim()`` are the same on shards: ``[1, c]`` of a matrix.
 
 Shards of several tensors travel together: row r of a bucket's buffer ``[N, width]`` holds those of rank r.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, dtype_bytes
 
@@ -25,16 +26,15 @@ _MAX_IN_FLIGHT = 2  # because their buffers must stay allocated
 
 
 class Cut(NamedTuple):
-    """How one tensor of ``shape`` is cut: along ``dim``, or flattened and padded if that is None.
+    """How a tensor of ``shape`` is cut.
 
     Example:
-        >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
-        ((2, 5), (5, 2), (1, 4))
+        >>> Cut((3, 5), 4).shard_shape, Cut((), 4).shard_shape
+        ((1, 4), (1,))
     """
 
     shape: tuple[int, ...]
     num_ranks: int
-    dim: int | None
 
     @property
     def chunk(self) -> int:
@@ -44,38 +44,21 @@ class Cut(NamedTuple):
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one rank's shard."""
-        if self.dim is None:
-            return (*(1,) * (len(self.shape) - 1), self.chunk)
-        return (*self.shape[: self.dim], self.shape[self.dim] // self.num_ranks, *self.shape[self.dim + 1 :])
+        return (*(1,) * (len(self.shape) - 1), self.chunk)
 
     def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Cuts a full tensor into the flat shards of all ranks, ``[N, chunk]``; a view where it can be one."""
-        if self.dim is not None:
-            apart = tensor.unflatten(self.dim, (self.num_ranks, -1))
-            return apart.movedim(self.dim, 0).reshape(self.num_ranks, self.chunk)
+        padding = self.num_ranks * self.chunk - tensor.numel()
         flat = tensor.reshape(-1)
-        padding = flat.new_zeros(self.num_ranks * self.chunk - len(flat))
-        return torch.cat([flat, padding]).view(self.num_ranks, self.chunk)
+        return (pad(flat, (0, padding)) if padding else flat).view(self.num_ranks, self.chunk)
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Undoes ``to_rows``; a view where it can be one."""
-        if self.dim is not None:
-            apart = rows.reshape(self.num_ranks, *self.shard_shape).movedim(0, self.dim)
-            return apart.reshape(self.shape)
         return rows.reshape(-1)[: math.prod(self.shape)].view(self.shape)
 
     def local_shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Cuts out a rank's shard of a full tensor, contiguous; a view where it can be one."""
-        if self.dim is not None:
-            size = self.shard_shape[self.dim]
-            return tensor.narrow(self.dim, rank * size, size).contiguous()
+        """Cuts out a rank's shard of a full tensor; a view where it can be one."""
         return self.to_rows(tensor)[rank].view(self.shard_shape)
-
-
-def cut(shape: Sequence[int], num_ranks: int) -> Cut:
-    """Cuts along the first dimension that the number of ranks divides; flat and padded where it divides none."""
-    divisible = (dim for dim, size in enumerate(shape) if size and size % num_ranks == 0)
-    return Cut(tuple(shape), num_ranks, next(divisible, None))
 
 
 def gather_whole(shard: torch.Tensor, how: Cut, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -90,18 +73,9 @@ def num_bytes(bucket: Bucket, num_ranks: int) -> int:
 
 
 def pack_rows(bucket: Bucket, tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> torch.Tensor:
-    """Packs the tensors of a bucket into ``[N, width]``: row r holds the shards of rank r.
-
-    A bucket of one tensor may give a view of it.
-    """
-    first, dtype = bucket.tensors[0].name, getattr(torch, bucket.dtype)
-    if len(bucket.tensors) == 1:
-        return cuts[first].to_rows(tensors[first]).to(dtype)
-    num_ranks = cuts[first].num_ranks
-    rows = torch.empty(num_ranks, bucket_width(bucket, num_ranks), dtype=dtype, device=tensors[first].device)
-    for name, part in _split(bucket, rows, cuts).items():
-        part.copy_(cuts[name].to_rows(tensors[name]))
-    return rows
+    """Packs tensors into ``[N, width]``, where row r holds the shards of rank r; may be a view of an only tensor."""
+    rows = [cuts[tensor.name].to_rows(tensors[tensor.name]) for tensor in bucket.tensors]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(getattr(torch, bucket.dtype))
 
 
 def unpack_rows(bucket: Bucket, rows: torch.Tensor, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec, plan_buckets
 
 from ..agreement import check_alike, group_device
-from ..communication.sharding import Cut, ShardSums, cut, num_bytes
+from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
@@ -155,7 +155,7 @@ class FSDP(Replicated):
         rank = dist.get_rank(self.process_group)
         for name, parameter in self.module.named_parameters():
             if name in self._sharded:
-                make_shard(parameter, name, cut(parameter.shape, self.num_ranks), rank)
+                make_shard(parameter, name, Cut(tuple(parameter.shape), self.num_ranks), rank)
         self._units = [
             Unit(name, one, one in self._to_shard, self)
             for name, one in self.module.named_modules()

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from torchref.communication import sharding
 from torchref.communication.collectives import record
+from torchref.communication.sharding import Cut
 from torchref.passes_test import refused
 
 
@@ -67,7 +67,7 @@ def shards_and_gradients(compute_dtype):
         def cut(whole, name=name):
             if "norm" in name:
                 return whole
-            return sharding.cut(whole.shape, net.num_ranks).local_shard(whole, dist.get_rank())
+            return Cut(tuple(whole.shape), net.num_ranks).local_shard(whole, dist.get_rank())
 
         shard = module.get_parameter(name)
         assert torch.equal(starts[name], cut(parameter.detach()))
@@ -84,8 +84,8 @@ def own_types():
     for net, expected in (
         (torchref.FSDP(tied(), shard_types=(nn.RMSNorm,)), norm_only),
         (torchref.FSDP(tied(), shard_types=(Tied, nn.RMSNorm)), norm_only),  # the model has none of its own
-        (torchref.FSDP(tied(), shard_types=(nn.Module,)), {**norm_only, "embedding.weight": (7, 2), "head.bias": (4,)}),
-        (torchref.FSDP(nn.Linear(4, 6)), {"weight": (3, 4), "bias": (3,)}),
+        (torchref.FSDP(tied(), shard_types=(nn.Module,)), norm_only | {"embedding.weight": (1, 14), "head.bias": (4,)}),
+        (torchref.FSDP(nn.Linear(4, 6)), {"weight": (1, 12), "bias": (3,)}),
     ):
         assert {name: parameter.shape for name, parameter in net.module.named_parameters()} == expected
     assert list(net.gather_full_params()) == ["weight", "bias"]

@@ -25,7 +25,7 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpe
 
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.sharding import Cut, ShardSums, cut, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
+from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import PartialGradient, SpentGradient, spent_gradient
 from ..strategy import DataParallel, Sync, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
@@ -82,7 +82,7 @@ class ZeRO1(DataParallel):
         groups = as_groups(module.parameters() if params is None else params)
         super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, sync=sync)
         self._rank = dist.get_rank(self.process_group)
-        self._cuts = {name: cut(parameter.shape, self.num_ranks) for name, parameter in self._trained.items()}
+        self._cuts = {name: Cut(tuple(parameter.shape), self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         names = {id(shard): name for name, shard in self._shards.items()}
@@ -120,15 +120,8 @@ class ZeRO1(DataParallel):
             self.optimizer.step()
         finally:
             self._may_step = False
-        self._gather()
-
-    @property
-    def param_groups(self) -> Any:
-        """Refused: what takes the wrapper for an optimizer, as a ``GradScaler`` does, would see shards."""
-        raise RuntimeError(
-            "param_groups are of wrapper.optimizer; a GradScaler looks at this rank's shards alone, and ranks would"
-            " skip steps apart: train in bfloat16, or use BucketedDDP with a ShardedOptimizer"
-        )
+        with torch.no_grad():
+            self._gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
@@ -215,24 +208,14 @@ class ZeRO1(DataParallel):
                 "optimizer.step() alone updates this rank's shards and no parameter: call step() of the wrapper"
             )
 
-    @torch.no_grad()
     def _gather(self) -> None:
-        started: list[tuple[Any, ...]] = []
         for bucket in self.plan.buckets:
-            started.append((bucket, *all_gather(pack_row(bucket, self._shards), self.process_group, async_op=True)))
-            if len(started) > 1:  # two are in flight meanwhile
-                self._install(*started.pop(0))
-        for one in started:
-            self._install(*one)
-        for name in self._trained.keys() - self._planned:
-            if self._shards[name].data_ptr() != self._trained[name].data_ptr():  # else it was updated in place
-                rows = self._shards[name].reshape(1, -1)
-                self._trained[name].copy_(self._cuts[name].from_rows(rows) if rows.numel() else self._trained[name])
-
-    def _install(self, bucket: Bucket, full: torch.Tensor, work: Any) -> None:
-        work.wait()
-        for name, tensor in unpack_rows(bucket, full.view(self.num_ranks, -1), self._cuts).items():
-            self._trained[name].copy_(tensor)
+            rows = all_gather(pack_row(bucket, self._shards), self.process_group).view(self.num_ranks, -1)
+            for name, tensor in unpack_rows(bucket, rows, self._cuts).items():
+                self._trained[name].copy_(tensor)
+        if self.num_ranks == 1:  # nothing is planned
+            for name, shard in self._shards.items():
+                self._trained[name].copy_(self._cuts[name].from_rows(shard))
 
     def _local_shard(self, name: str) -> torch.Tensor:
         return self._cuts[name].local_shard(self._trained[name].detach(), self._rank)
