@@ -206,7 +206,7 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
 
 def _num_rows(batch: Batch) -> int:
     shapes = {f"batch{keystr(path)}": getattr(one, "shape", ()) for path, one in tree_flatten_with_path(batch)[0]}
-    lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
+    lengths: dict[str, Any] = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"batch must be tensors whose dimension 0 counts examples: {found or 'there are none'}")

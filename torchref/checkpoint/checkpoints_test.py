@@ -121,7 +121,7 @@ def error_of_trainer(folder, kind):
     if kind == "ZeroRedundancyOptimizer":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns of its own use of torch.jit
 
-        net = nn.parallel.DistributedDataParallel(module)
+        net = torchref.BucketedDDP(module)
         optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     elif kind == "outside":
         net = torchref.BucketedDDP(module)
@@ -250,7 +250,7 @@ def test_positions_that_differ_are_refused(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("ZeroRedundancyOptimizer", "optimizer (=ZeroRedundancyOptimizer) must be torch's, or that of zero1 or zero2"),
+        ("ZeroRedundancyOptimizer", "optimizer (=ZeroRedundancyOptimizer) must not keep a rank's state on that rank"),
         ("outside", "optimizer must update parameters of the module alone: others would not be saved"),
         ("apart", "net (=Linear on 1 ranks) must train on all 2 of the job"),
     ],

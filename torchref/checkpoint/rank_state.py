@@ -13,21 +13,19 @@ Shards are gathered tensor by tensor, and cut again from the whole when they are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..communication.sharding import Cut, gather_whole
 from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer
 
-_DECIDE_STATE = ("amsgrad", "momentum", "centered")
-"""Options without which an optimizer keeps less."""
+_DECIDE_STATE = ("amsgrad", "momentum", "centered")  # options without which an optimizer keeps less
 
 
 class RankState(NamedTuple):
@@ -55,18 +53,16 @@ class RankState(NamedTuple):
         """
         net: Any = trainer.net
         optimizer: Any = trainer.optimizer.optimizer if trainer.optimizer is net else trainer.optimizer
-        is_split = isinstance(optimizer, ShardedOptimizer) or type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-        if not isinstance(optimizer, torch.optim.Optimizer) or is_split:
-            raise ValueError(f"optimizer (={type(optimizer).__name__}) must be torch's, or that of zero1 or zero2")
-        is_parallel = isinstance(net, (DataParallel, DistributedDataParallel))
-        group_size = dist.get_world_size(net.process_group) if is_parallel else 1
-        if group_size != num_ranks():
+        if isinstance(optimizer, ShardedOptimizer) or type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise ValueError(f"optimizer (={type(optimizer).__name__}) must not keep a rank's state on that rank")
+        if trainer.num_ranks != num_ranks():
             raise ValueError(
-                f"net (={type(net).__name__} on {group_size} ranks) must train on all {num_ranks()} of the job"
+                f"net (={type(net).__name__} on {trainer.num_ranks} ranks) must train on all {num_ranks()} of the job"
             )
+        is_parallel = isinstance(net, DataParallel)
         module = net.module if is_parallel else net
         updated: dict[str, torch.Tensor] = dict(module.named_parameters())
-        shards = net.layout() if isinstance(net, DataParallel) else {}
+        shards = net.layout() if is_parallel else {}
         cuts = {name: cut for name, (_, cut) in shards.items() if name in updated}  # each shared parameter once
         updated |= {name: shards[name][0] for name in cuts}
         known = {id(one) for one in updated.values()}
@@ -119,11 +115,7 @@ class RankState(NamedTuple):
         }
 
     def check_fits(self, saved: Mapping[str, Any], about: Mapping[str, Any], checkpoint: str) -> None:
-        """Compares what a checkpoint holds with what is here.
-
-        Raises:
-            ValueError: If it is of another model, optimizer or dtype.
-        """
+        """Refuses a checkpoint of another model, optimizer or dtype, by a ValueError."""
         held = {name: item for name, item in self.held().items() if not name.startswith("state.")}
         here = {name: (one.dtype, tuple(cut.shape if cut else one.shape)) for name, (one, cut) in held.items()}
         there = {name: (one.dtype, tuple(one.shape)) for name, one in saved.items() if not name.startswith("state.")}
@@ -136,36 +128,33 @@ class RankState(NamedTuple):
             if about[key] != self.about[key]:
                 raise ValueError(f"{checkpoint} is of another optimizer: {about[key]} there and {self.about[key]} here")
         known = {id(one) for one in _params_of(self.optimizer)}
-        for entry, value in saved.items():
-            kind, key, name = (*entry.split(".", 2), "")[:3]
-            if kind == "state" and (name not in self.updated or id(self.updated[name]) not in known):
+        for key, name, value in _states_in(saved):
+            if name not in self.updated or id(self.updated[name]) not in known:
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
-            if kind == "state" and key in about["elementwise"] and name in self.cuts:
-                if value.shape != self.cuts[name].shape:
-                    raise ValueError(f"{checkpoint} has {key} of {name!r} (={list(value.shape)}), which is no shard's")
+            if key in about["elementwise"] and name in self.cuts and value.shape != self.cuts[name].shape:
+                raise ValueError(f"{checkpoint} has {key} of {name!r} (={list(value.shape)}), which is no shard's")
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Takes this rank's part of a checkpoint that fits."""
-        params = _params_of(self.optimizer)
-        numbers = {id(one): number for number, one in enumerate(params)}
-        state: dict[int, dict[str, Any]] = {}
         for name, (one, cut) in self.held().items():
             if not name.startswith("state."):
                 one.copy_(cut.local_shard(saved[name], rank()) if cut else saved[name])
-        for entry, value in saved.items():
-            kind, key, name = (*entry.split(".", 2), "")[:3]
-            if kind == "state":
-                if isinstance(value, torch.Tensor):  # a copy, not the file, which is mapped into memory
-                    is_cut = name in self.cuts and key in about["elementwise"]
-                    value = (self.cuts[name].local_shard(value, rank()) if is_cut else value).clone()  # noqa: PLW2901
-                state.setdefault(numbers[id(self.updated[name])], {})[key] = value
+        params = _params_of(self.optimizer)
+        numbers = {id(one): number for number, one in enumerate(params)}
+        state: dict[int, dict[str, Any]] = {}
+        for key, name, value in _states_in(saved):
+            if key in about["elementwise"] and name in self.cuts:
+                value = self.cuts[name].local_shard(value, rank())  # noqa: PLW2901
+            if isinstance(value, torch.Tensor):
+                value = value.clone()  # noqa: PLW2901  # not the file, which is mapped into memory
+            state.setdefault(numbers[id(self.updated[name])], {})[key] = value
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        for number, one in enumerate(params):
-            for key, value in state.get(number, {}).items():
-                loaded = self.optimizer.state[one][key]
-                if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:  # torch gives it the parameter's
-                    self.optimizer.state[one][key] = value.to(loaded.device)
+        for number, values in state.items():
+            loaded = self.optimizer.state[params[number]]
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):  # torch gives it the parameter's dtype
+                    loaded[key] = value.to(loaded[key].device)
 
 
 def rank() -> int:
@@ -190,3 +179,11 @@ def is_finite(name: str, value: Any) -> bool:
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, numbered as its ``state_dict`` does."""
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _states_in(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The optimizer's state in a checkpoint: key, parameter's name and value."""
+    for entry, value in saved.items():
+        if entry.startswith("state."):
+            _, key, name = entry.split(".", 2)
+            yield key, name, value

@@ -8,9 +8,7 @@
     backward  shard.grad  += row r of the sum over ranks of d full      in the parameter's dtype
 
 In place of a full tensor or a view of one, autograd saves which part of which tensor it was, and the backward gathers
-the unit again when it needs that. So a weight is gathered for the backward only if it is needed: an embedding's is not,
-nor that of a first layer whose input needs no gradient. Inputs and outputs of the
-forward may be of any structure, and activation checkpointing may run it again.
+the unit again when it needs that: not for an embedding, nor for a first layer whose input needs no gradient.
 
 Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
 added to ``shard.grad`` when it arrives. Changes of the full tensors in place, which would be lost, are refused after
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from jaxddp.communication.buckets import BucketPlan, plan_buckets
 
@@ -36,23 +35,16 @@ from ..parts import Shard
 
 
 class Unit:
-    """One module's parameters: sharded, or replicated and cast when used.
-
-    Attributes:
-        shards: The sharded parameters by name in the module; an optimizer updates them. Empty if there are none.
-        cuts: How they are cut, by name.
-        needed_again: Whether the backward may need them.
-        handles: Of the unit's hooks.
-    """
+    """One module's parameters: sharded, or replicated and cast when used."""
 
     def __init__(self, name: str, module: nn.Module, is_sharded: bool, net: Any) -> None:
         """Registers the hooks of a module of ``net``, an FSDP: it lists the collectives, and adds up the gradients."""
         params: dict[str, Any] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         self.name, self._net = name, weakref.proxy(net)
-        self.shards: dict[str, Shard] = params if is_sharded else {}
+        self.shards: dict[str, Shard] = params if is_sharded else {}  # by name in the module
         self._replicated = {} if is_sharded else params
         self.cuts: dict[str, Cut] = {one: shard.cut for one, shard in self.shards.items()}
-        self.needed_again = not isinstance(module, nn.Embedding)
+        self.needed_again = not isinstance(module, nn.Embedding)  # by the backward
         self.compute_plan = self._plan(list(self.shards), net.compute_dtype)
         self.reduce_plan = self._plan([one for one, shard in self.shards.items() if shard.requires_grad], None)
         self._again: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None  # gathered for the backward
@@ -73,21 +65,16 @@ class Unit:
                 row = pack_row(bucket, {name: one.to(getattr(torch, bucket.dtype)) for name, one in shards.items()})
                 if self._net.num_ranks > 1:
                     self._net.uses.append(f"all-gather of {self.name}")
-                    rows = all_gather(row, self._net.process_group).view(self._net.num_ranks, -1)
+                    row = all_gather(row, self._net.process_group)
                 else:
-                    rows = row.detach().clone().view(1, -1)
-                full.update(unpack_rows(bucket, rows, self.cuts))
-            for name, cut in self.cuts.items():
-                if name not in full:  # no elements
-                    full[name] = self.shards[name].detach().new_empty(cut.shape)
+                    row = row.clone()
+                full.update(unpack_rows(bucket, row.view(self._net.num_ranks, -1), self.cuts))
+            for name in self.cuts.keys() - full.keys():  # no elements
+                full[name] = self.shards[name].detach().new_empty(self.cuts[name].shape)
         return full
 
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced.
-
-        Raises:
-            RuntimeError: If a shard has changed since the forward.
-        """
+        """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced."""
         if versions != self.versions:
             raise RuntimeError(f"shards of {self.name!r} were changed between the forward and its backward")
         if self._again is not None and self._again[0] == versions:
@@ -127,12 +114,10 @@ class Unit:
 
     def _plan(self, names: Sequence[str], dtype: torch.dtype | None) -> BucketPlan:
         """Plans one bucket for each dtype; floating-point tensors are sent in ``dtype`` if it is given."""
-        specs = [tensor_spec(name, self.shards[name])._replace(shape=self.cuts[name].shape) for name in names]
-        if dtype is not None:
-            in_dtype = str(dtype).removeprefix("torch.")
-            specs = [
-                one._replace(dtype=in_dtype) if self.shards[one.name].is_floating_point() else one for one in specs
-            ]
+        specs = []
+        for name in names:
+            full = torch.empty(self.cuts[name].shape, dtype=self.shards[name].dtype, device="meta")
+            specs.append(tensor_spec(name, cast(full, dtype)))
         return plan_buckets(specs, None)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -154,7 +139,7 @@ class Unit:
             hooks.__enter__()
         self._uses[-1] = hooks, [(one, one._version) for one in copies if not one.is_inference()]
         module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
-        return (args, kwargs) if self._net.compute_dtype is None else cast((args, kwargs), self._net.compute_dtype)
+        return cast((args, kwargs), self._net.compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._uses:  # another hook raised before this unit's was called
@@ -243,12 +228,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().data_ptr(), tensor.dtype
 
 
-def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Casts floating-point tensors, and those in tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast(one, dtype) for key, one in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(cast(one, dtype) for one in value)
-    return value
+def cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Casts the floating-point tensors of a tree, if a dtype is given."""
+    if dtype is None:
+        return values
+    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)

@@ -166,6 +166,20 @@ def changed_before_the_backward():
         total.backward()
 
 
+class Clamps(nn.Linear):
+    """Changes its own weight, which is dropped after the forward."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def changed_in_the_forward():
+    net = torchref.FSDP(Clamps(4, 4))
+    with pytest.raises(RuntimeError, match="the forward of Clamps changed its gathered parameters"):
+        net(torch.ones(1, 4))
+
+
 def failing_forward():
     """A forward that raises leaves the units as they were."""
     net = wrap(model())
@@ -192,8 +206,12 @@ def test_the_graph_saves_the_same_without_the_weights(ranks, reentrant):
     ranks.run(saved_by_the_graph, reentrant, num_ranks=2)
 
 
-@pytest.mark.parametrize(
-    "check", [first_layer, frozen_layers, twice_through_one_graph, changed_before_the_backward, failing_forward]
-)
+CORNERS = (
+    first_layer, frozen_layers, twice_through_one_graph, changed_before_the_backward, changed_in_the_forward,
+    failing_forward,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CORNERS)
 def test_corners_of_units(ranks, check):
     ranks.run(check, num_ranks=2)

@@ -1,9 +1,7 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-The twin of ``jaxddp/zero/stage3.py``, which counts the bytes. A unit is a module of one of ``shard_types``. It gathers
-its parameters before its forward, drops them, and gathers them again when the backward needs them. Its gradients are
-reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, the unit that is running, and
-the parameters of other modules, which stay replicated.
+The twin of ``jaxddp/zero/stage3.py``, which counts the bytes. A unit is a module of one of ``shard_types``. A rank
+holds 1/N of everything, the unit that is running, and the parameters of other modules, which stay replicated.
 
     forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
     backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
@@ -13,15 +11,14 @@ the parameters of other modules, which stay replicated.
 
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
 
-Gathers are not prefetched: the forward and the backward wait for each. Of the gradients' reduce-scatters, up to two are
-in flight during the backward.
+The forward and the backward wait for each gather. Up to two reduce-scatters are in flight during the backward.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,15 +46,13 @@ class FSDP(Replicated):
     parameters. The optimizer over them may be made before or after wrapping, and must be element-wise. Every backward
     reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
     ``clip_grad_norm_`` of the wrapper. All ranks must use the same units in the same order; the synchronisation
-    compares. A parameter may be used only within its own module's forward: elsewhere it is a shard
-    (``parts.py``), which answers as the whole would, or refuses. Two units may share a parameter.
-    ``torch.compile`` around it leaves it uncompiled.
-
-    Sharding is permanent, and ``state_dict`` is refused: ``gather_full_params`` gives the whole, to load into a new
-    module.
+    compares. A parameter is full only within its own module's forward; elsewhere it is a shard (``parts.py``) for
+    ever: ``state_dict`` is refused, and ``gather_full_params`` gives the whole. ``torch.compile`` around it leaves it
+    uncompiled.
     """
 
     gathers_in_forward = True
+    forward = torch._disable_dynamo(Replicated.forward)
 
     def __init__(
         self,
@@ -94,7 +89,6 @@ class FSDP(Replicated):
         self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
         self._sums = ShardSums()
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
-        self._order: torch.Tensor | None = None  # checksums of their order, over ranks
         super().__init__(module, **options)
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -122,7 +116,7 @@ class FSDP(Replicated):
         self.end_microbatch()
         self._compare_order()
         means = self._sums.means(denominator)
-        for name, one in self._shards():
+        for name, one in self._shards.items():
             mean, before = means.get(name), one.grad
             if mean is None:  # nothing has come
                 mean = torch.zeros_like(one) if before is None else before
@@ -144,18 +138,13 @@ class FSDP(Replicated):
         for unit in self._units:
             unit.drop()
 
-    @torch._disable_dynamo
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``DataParallel``; a ValueError if ranks had used units in another order before."""
-        self._check_order()
-        return super().forward(*args, **kwargs)
-
     def _add_hooks(self) -> None:
         """Shards the parameters of the units too, after the broadcast and all checks."""
         rank = dist.get_rank(self.process_group)
-        for name, parameter in self.module.named_parameters():
-            if name in self._sharded:
-                make_shard(parameter, name, Cut(tuple(parameter.shape), self.num_ranks), rank)
+        for name in self._sharded:
+            parameter = self.module.get_parameter(name)
+            make_shard(parameter, name, Cut(tuple(parameter.shape), self.num_ranks), rank)
+        self._shards: dict[str, Any] = {name: p for name, p in self._trained.items() if name in self._sharded}
         self._units = [
             Unit(name, one, one in self._to_shard, self)
             for name, one in self.module.named_modules()
@@ -166,9 +155,6 @@ class FSDP(Replicated):
         after_step = register_optimizer_step_post_hook(weakly(self._after_step))
         for handle in (after_step, *(one for unit in self._units for one in unit.handles)):
             weakref.finalize(self, handle.remove)
-
-    def _shards(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, one) for name, one in self._trained.items() if name in self._sharded)
 
     def add_sum(self, parts: dict[str, torch.Tensor], unit: Unit, work: Any, buffer: torch.Tensor) -> None:
         """A unit's gradients are on their way; until they are synchronised, a ``SpentGradient`` stands for them."""
@@ -184,23 +170,13 @@ class FSDP(Replicated):
         self._sums.add({shard.full_name: part for shard, part in shards.items()}, work, buffer)
 
     def _compare_order(self) -> None:
-        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence.
-
-        On a GPU the result is read at the next forward, so that nothing waits for it here.
-        """
-        if self.num_ranks > 1:
-            checksum = zlib.crc32("\n".join(self.uses).encode())
-            self._order = torch.tensor([checksum, -checksum], device=group_device(self.process_group))
-            dist.all_reduce(self._order, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
-        self._last_uses, self.uses = self.uses, []
-        if self._order is not None and not self._order.is_cuda:
-            self._check_order()
-
-    def _check_order(self) -> None:
-        order, self._order = self._order, None
-        if order is not None and int(order.sum()):
-            uses = {f"collective {i} of units": use for i, use in enumerate(self._last_uses)}
-            check_alike(uses, self.process_group)
+        """Refuses ranks that have used units in another order: equal shapes would mix one with another in silence."""
+        uses, self.uses = self.uses, []
+        checksum = zlib.crc32("\n".join(uses).encode())
+        ends = torch.tensor([checksum, -checksum], device=group_device(self.process_group))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.process_group)  # not counted with the gradients
+        if int(ends.sum()):
+            check_alike({f"collective {i} of units": use for i, use in enumerate(uses)}, self.process_group)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
@@ -222,7 +198,7 @@ class FSDP(Replicated):
             shard.__class__ = Shard
 
     def _in_optimizer(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        ids = {id(shard): shard for _, shard in self._shards()}
+        ids = {id(shard): shard for shard in self._shards.values()}
         return [ids[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in ids]
 
 
@@ -245,20 +221,14 @@ def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> 
     replicated_in = {id(parameter): one for one in direct.keys() - units for parameter in direct[one].values()}
     for path, one in module.named_modules():
         for name, parameter in direct[one].items() if one in units else ():
-            full_name = f"{path}.{name}".lstrip(".")
+            fault = ""
             if id(parameter) in replicated_in:
                 other = type(replicated_in[id(parameter)]).__name__
-                raise ValueError(
-                    f"parameter {full_name!r} is shared with a {other}, which is not"
-                    " sharded: add its type to shard_types"
-                )
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise ValueError(
-                    f"parameter {full_name!r} has hooks, which its shard would lose: remove them, and change gradients"
-                    " after finish_gradient_synchronization"
-                )
-            if isinstance(one, nn.RNNBase) or getattr(one, "max_norm", None) is not None:
-                raise ValueError(
-                    f"parameter {full_name!r} cannot be sharded: {one} keeps or changes its weights itself"
-                )
+                fault = f"is shared with a {other}, which is not sharded: add its type to shard_types"
+            elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                fault = "has hooks, which its shard would lose: change gradients after finish_gradient_synchronization"
+            elif isinstance(one, nn.RNNBase) or getattr(one, "max_norm", None) is not None:
+                fault = f"cannot be sharded: {one} keeps or changes its weights itself"
+            if fault:
+                raise ValueError(f"parameter {f'{path}.{name}'.lstrip('.')!r} {fault}")
     return units
