@@ -47,8 +47,8 @@ MAX_NORM = 0.5
 TOLERANCE = 1e-12  # of a tensor's largest weight, if that is above 1
 
 
-def draw(seed: int) -> tuple[str, str, int, list[str], str]:
-    """Draws a wrapper, an optimizer, a number of ranks, a sequence of operations and what synchronises gradients."""
+def draw(seed: int) -> tuple[str, str, int, list[str]]:
+    """Draws a wrapper, an optimizer, a number of ranks and a sequence of operations."""
     rng = np.random.default_rng(seed)
     wrapper = str(rng.choice(list(WRAPPERS)))
     optimizer = str(rng.choice([*OPTIMIZERS, *(() if wrapper.startswith(("zero1", "zero2")) else ("by hand",))]))
@@ -64,18 +64,15 @@ def draw(seed: int) -> tuple[str, str, int, list[str], str]:
     if "halve by hooks" in life:  # each halves all that has added up, so nothing adds up over passes
         life = [one for op in life if op != "quiet pass" for one in (("clear", op) if op == "pass" else (op,))]
     num_ranks = int(rng.choice([1, 2, 2, 3]))
-    sync = str(rng.choice(["finish", "backward"], p=[0.7, 0.3]))
-    if sync == "backward":
-        life = [operation for operation in life if operation != "finish"]
-    if (num_ranks == 1 and wrapper != "zero3") or sync == "backward":  # whose gradients are whole: no step is too early
+    if num_ranks == 1 and wrapper != "zero3":  # whose gradients are whole: no step is too early
         life = [operation for operation in life if operation not in ("step too early", "stray")]
-    return wrapper, optimizer, num_ranks, life, sync
+    return wrapper, optimizer, num_ranks, life
 
 
 def describe(seed: int) -> str:
     """Says a case in one line."""
-    wrapper, optimizer, num_ranks, life, sync = draw(seed)
-    return f"torch seed {seed}: {wrapper} on {num_ranks}, sync={sync}, {optimizer}: {', '.join(life)}"
+    wrapper, optimizer, num_ranks, life = draw(seed)
+    return f"torch seed {seed}: {wrapper} on {num_ranks}, {optimizer}: {', '.join(life)}"
 
 
 def check_on_rank(seed: int) -> str | None:
@@ -84,9 +81,9 @@ def check_on_rank(seed: int) -> str | None:
     Returns:
         What is wrong, in one line; None if the weights are right, or it was refused where it may be.
     """
-    name, optimizer, num_ranks, life, sync = draw(seed)
-    is_plain = not set(life) & set(MAY_BE_REFUSED) and _is_in_order(life, sync)
-    run = _Run(seed, name, optimizer, num_ranks, sync)
+    name, optimizer, num_ranks, life = draw(seed)
+    is_plain = not set(life) & set(MAY_BE_REFUSED) and _is_in_order(life)
+    run = _Run(seed, name, optimizer, num_ranks)
     try:
         for operation in life:
             run.do(operation)
@@ -101,10 +98,8 @@ def check_on_rank(seed: int) -> str | None:
     return None
 
 
-def _is_in_order(life: list[str], sync: str) -> bool:
+def _is_in_order(life: list[str]) -> bool:
     kept = ["clear" if one in CLEARS else one for one in life if one != "load state"]
-    if sync == "backward":
-        kept = [part for one in kept for part in ((one, "finish") if one == "pass" else (one,))]
     return all(
         before in allowed
         for before, one in zip(["step", *kept], kept, strict=False)
@@ -215,7 +210,7 @@ class _Fails(torch.autograd.Function):
 class _Run:
     """A wrapped module, and its reference."""
 
-    def __init__(self, seed: int, name: str, optimizer: str, num_ranks: int, sync: str) -> None:
+    def __init__(self, seed: int, name: str, optimizer: str, num_ranks: int) -> None:
         self.rng, self.num_ranks, self.rank = np.random.default_rng((seed, 1)), num_ranks, dist.get_rank()
         torch.manual_seed(seed)
         model = _Buffers if self.rng.integers(2) else _Model
@@ -226,7 +221,6 @@ class _Run:
         self.is_swapped = self.is_halved = False
         self.buffers = [self._buffers_of(self.reference)] * num_ranks
         wrapper, options = WRAPPERS[name]
-        options = {**options, "sync": sync}
         self.is_sharded = name == "zero3"  # finishes its gradients on one rank, too
         self.optimizer: Any
         self.reference_optimizer: Any
@@ -287,7 +281,7 @@ class _Run:
             self.buffers[rank] = self._buffers_of(self.reference)
         return torch.stack(losses).mean()
 
-    def _pass(self, quiet: bool = False) -> None:
+    def _pass(self) -> None:
         rows = self._rows()
         loss = self.net(rows[self.rank]).square().sum()
         if self.has_strayed:
@@ -298,18 +292,13 @@ class _Run:
         if self.is_halved:
             grads = tuple(grad if grad is None else grad / 2 for grad in grads)
         self.pending.append(list(zip(trained, grads, strict=True)))
-        if self.net.sync == "backward" and not quiet:
-            self._finish_reference()
 
     def _quiet_pass(self) -> None:
         with self.net.no_sync():
-            self._pass(quiet=True)
+            self._pass()
 
     def _finish(self) -> None:
         self.net.finish_gradient_synchronization()
-        self._finish_reference()
-
-    def _finish_reference(self) -> None:
         self._take_pending()
         self.buffers = [self.buffers[0]] * self.num_ranks
         for parameter in self._parameters():

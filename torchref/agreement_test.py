@@ -51,7 +51,6 @@ def wrap_otherwise():
     for said, cls, options in (
         ("strategy (='FlatDDP' in rank 1) must be 'BucketedDDP', as in rank 0", torchref.FlatDDP, {}),
         ("plan (='4 buckets, checksum ", torchref.BucketedDDP, {"bucket_mb": 1e-6}),
-        ("sync (='backward' in rank 1) must be 'finish'", torchref.BucketedDDP, {"sync": "backward"}),
         ("broadcast_buffers (=False in rank 1) must be ", torchref.BucketedDDP, {"broadcast_buffers": False}),
     ):
         make = functools.partial(cls, **options) if is_other else torchref.BucketedDDP

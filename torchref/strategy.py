@@ -2,8 +2,7 @@
 
     net = make_strategy(name, module, ...)       every rank has rank 0's weights from here on
     net(x) ... loss.backward()                   a bucket's reduction starts when its last gradient is ready
-    net.finish_gradient_synchronization()        waits for all reductions and divides once; with sync="backward", which
-                                                 the wrapper is given, the outermost backward ends with it
+    net.finish_gradient_synchronization()        waits for all reductions and divides once
     optimizer.step()                             or net.step(), if the strategy owns the optimizer
 
 A strategy is what these methods of a subclass say, and nothing outside of its file asks which one it is:
@@ -26,13 +25,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from jaxddp.arguments import check_positive
 from jaxddp.communication.buckets import Bucket, BucketPlan, TensorSpec
@@ -44,8 +42,6 @@ from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.sharding import Cut, gather_whole
 from .parts import PartialGradient, Shard
-
-Sync = Literal["finish", "backward"]
 
 _BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
@@ -75,7 +71,6 @@ class DataParallel(nn.Module, abc.ABC):
         *,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
-        sync: Sync = "finish",
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
@@ -83,23 +78,19 @@ class DataParallel(nn.Module, abc.ABC):
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
-            sync: ``"backward"`` ends every backward outside ``no_sync`` with ``finish_gradient_synchronization()``, so
-                that none is to be called. Each rank's backward must then reach a trainable parameter.
 
         Raises:
             ValueError: If there is nothing to train, the module is wrapped, or ranks have other strategies, parameters,
                 buffers or plans.
         """
         check_module(module)
-        if sync not in ("finish", "backward"):
-            raise ValueError(f"sync (={sync!r}) must be 'finish' or 'backward'")
         super().__init__()
-        self.module, self.process_group, self.sync = module, process_group, sync
+        self.module, self.process_group = module, process_group
         self.num_ranks = dist.get_world_size(process_group)
         self.require_backward_grad_sync = True
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
-        chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers, "sync": sync}
+        chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers}
         check_alike(chosen | _describe(module), process_group)
         specs = [tensor_spec(name, p) for name, p in reversed(self._trained.items()) if name not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
@@ -114,7 +105,6 @@ class DataParallel(nn.Module, abc.ABC):
         # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
         self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
         self._is_finished = False  # synchronised, and no forward since
-        self._outermost: int | None = None  # autograd's number of the backward at whose end ``_end_backward`` runs
         self._expect_gradients()
         self._add_hooks()
         self._wrapped = self._held()
@@ -156,18 +146,9 @@ class DataParallel(nn.Module, abc.ABC):
             self._check_weights()
             self._discard_if_cleared()
             self._is_finished = False
-            self._outermost = None  # of a backward that failed
             if self._has_begun:
                 self.end_microbatch()
-        if is_in_backward and self._outermost is None:
-            self._end_with_backward()
-        output = self.module(*args, **kwargs)
-        if self.sync == "backward" and not is_in_backward and torch.is_grad_enabled():
-            hook = weakly(self._on_output)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(hook)
-        return output
+        return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and discards a backward pass that was never finished, as ``on_train_batch_start``."""
@@ -290,8 +271,6 @@ class DataParallel(nn.Module, abc.ABC):
         """Notes that there are gradients of this rank alone, and the versions of the weights that they are of."""
         if not self._has_begun:
             self._has_begun, self._versions = True, [one._version for one in self._trained.values()]
-        if self._outermost is None:  # the loss was computed past the wrapper's forward
-            self._end_with_backward()
 
     def _check_weights(self) -> None:
         """Refuses weights that have changed since a backward that was not finished, by their version counters.
@@ -332,26 +311,9 @@ class DataParallel(nn.Module, abc.ABC):
         grad = self._trained[name].grad
         if self.num_ranks > 1 and type(grad) is torch.Tensor and grad.layout == torch.strided:
             self._trained[name].grad = grad.as_subclass(PartialGradient)
-        # A backward within another one may come again, so what it brings waits for the end of the outermost.
-        is_inner = self._outermost not in (None, torch._C._current_graph_task_id())
-        if name in self._planned and not self.plan.after_backward and not is_inner:
+        if name in self._planned and not self.plan.after_backward:
             if self.require_backward_grad_sync or self.each_microbatch or name in self._ready:
                 self._count(name)
-
-    def _on_output(self, _: Any) -> None:
-        """The outermost backward has begun: an output of the wrapper is of no backward within it."""
-        if torch._C._current_graph_task_id() != self._outermost:
-            self._end_with_backward()
-
-    def _end_with_backward(self) -> None:
-        if self.sync == "backward":
-            self._outermost = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._outermost = None
-        if self._has_begun and self.require_backward_grad_sync:
-            self.finish_gradient_synchronization()
 
     def end_microbatch(self) -> None:
         """Called before the forward that follows a backward, for those that reduce in each."""

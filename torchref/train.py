@@ -80,8 +80,6 @@ class Trainer:
             raise ValueError(f"compute_dtype (={compute_dtype}) must be given to the wrapper, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
-        if self._parallel and self._parallel.sync != "finish":
-            raise ValueError("sync (='backward') of net must be 'finish': the trainer divides by the batch's weight")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
         self.max_grad_norm, self.compute_dtype, self.nonfinite = max_grad_norm, compute_dtype, nonfinite
         self.num_steps = 0

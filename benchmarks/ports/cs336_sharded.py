@@ -67,11 +67,12 @@ def before(batches: Any) -> Any:
 def after(batches: Any, wrap: Callable[..., torchref.DataParallel]) -> Any:
     """With one that is there."""
     model = make_model()
-    net = wrap(model, sync="backward")
+    net = wrap(model)
     optimizer = torchref.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     for batch in batches:
         inputs, labels = local_rows(batch, dist.get_rank(), dist.get_world_size())
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(inputs), labels).backward()
+        net.finish_gradient_synchronization()
         optimizer.step()
     return model.state_dict()

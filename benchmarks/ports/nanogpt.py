@@ -89,7 +89,7 @@ def after(batches: Any, wrap: Callable[..., torchref.DataParallel]) -> Any:
     model, groups = make_model()
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    net = wrap(torch.compile(model, backend="aot_eager"), sync="backward")
+    net = wrap(torch.compile(model, backend="aot_eager"))
     for batch in batches:
         mine = local_rows(batch, dist.get_rank(), dist.get_world_size())
         for index, piece in enumerate(mine.chunk(NUM_MICROBATCHES)):
@@ -97,6 +97,7 @@ def after(batches: Any, wrap: Callable[..., torchref.DataParallel]) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = net(piece[:, :-1], piece[:, 1:]) / NUM_MICROBATCHES
             scaler.scale(loss).backward()
+        net.finish_gradient_synchronization()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

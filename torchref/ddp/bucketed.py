@@ -35,7 +35,7 @@ class BucketedDDP(Replicated):
                 ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Another name of ``bucket_mb``.
-            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``, ``sync``.
+            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``.
 
         Raises:
             ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.

@@ -2,9 +2,6 @@
 
 A rank's optimizer updates its part of each parameter. The result is that of the full parameter if the update of an
 element depends only on the element's own gradient and state, and on numbers that are equal on all ranks.
-
-Shards have the same shapes on every rank, so a state dict of another rank would load without an error. Each is marked
-with ``"rank"`` and ``"num_ranks"``, and refused elsewhere.
 """
 
 from __future__ import annotations
@@ -24,11 +21,10 @@ _ELEMENTWISE = {
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) -> None:
-    """Refuses an optimizer that may update shards differently from full parameters.
+    """Refuses an optimizer that may update shards differently from full parameters, by a ValueError.
 
-    Raises:
-        ValueError: If it is none of torch's that are element-wise, or its step has more than ``num_own_hooks`` hooks,
-            and it does not say ``elementwise = True``.
+    It must be one of torch's that are element-wise, with no more than ``num_own_hooks`` hooks around its step, or say
+    ``elementwise = True``.
     """
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     is_torchs = type(optimizer) in _ELEMENTWISE and len(hooks) <= num_own_hooks
@@ -41,30 +37,20 @@ def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) 
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Lists parameter groups, whose ``"params"`` are lists.
+    """Lists parameter groups, whose ``"params"`` are lists without repetition.
 
-    ``params`` are as torch's optimizers take them: parameters, named or not, or groups of them with options.
-
-    Raises:
-        TypeError: If ``params`` or a group is a set.
+    ``params`` are as torch's optimizers take them: parameters, named or not, or groups of them with options. Raises a
+    TypeError if they are in a set.
     """
-    given = as_list(params)
+    given = _listed(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": as_list(group["params"])} for group in groups]
+    return [{**group, "params": _listed(group["params"])} for group in groups]
 
 
-def as_list(params: Any) -> list[Any]:
-    """Lists parameters or groups, each once: tied parameters are given under each of their names.
-
-    Raises:
-        TypeError: If it is a set.
-    """
+def _listed(params: Any) -> list[Any]:
     if isinstance(params, (set, frozenset)):
-        raise TypeError(
-            f"params (={type(params).__name__}) must be a list: a set is in another order in each process, and ranks"
-            " must share one"
-        )
-    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        raise TypeError(f"params (={type(params).__name__}) must be a list: ranks must share one order")
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)  # tied ones come under each name
     return list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
 
 
@@ -79,26 +65,20 @@ def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -
         taken.update(group_options(given))
 
 
-def rank_marks(group: dist.ProcessGroup | None) -> dict[str, int]:
-    """``"rank"`` and ``"num_ranks"`` of this process in a group; None for all ranks."""
-    return {"rank": dist.get_rank(group), "num_ranks": dist.get_world_size(group)}
-
-
-def check_marks(state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Refuses a state dict of another rank, or of another number of ranks, by a ValueError."""
-    expected = rank_marks(group)
-    found = {key: state_dict.get(key) for key in expected}
-    if found != expected:
-        raise ValueError(
-            f"state_dict (=of rank {found['rank']} of {found['num_ranks']}) must be this rank's"
-            f" (={expected['rank']} of {expected['num_ranks']}): shards do not move between ranks"
-        )
-
-
 def mark_state_dicts(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """Makes an optimizer mark its ``state_dict`` with its rank, and refuse to load another rank's."""
-    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **rank_marks(group)})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: check_marks(state_dict, group))
+    """Makes an optimizer mark its ``state_dict`` with its rank, and refuse that of another."""
+    mine = {"rank": dist.get_rank(group), "num_ranks": dist.get_world_size(group)}
+
+    def check(_: Any, state_dict: Mapping[str, Any]) -> None:
+        found = {key: state_dict.get(key) for key in mine}
+        if found != mine:
+            raise ValueError(
+                f"state_dict (=of rank {found['rank']} of {found['num_ranks']}) must be this rank's"
+                f" (={mine['rank']} of {mine['num_ranks']}): shards do not move between ranks"
+            )
+
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **mine})
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:

@@ -22,18 +22,14 @@ from jaxddp.communication.owners import assign_owners
 
 from ..agreement import check_alike
 from ..communication.collectives import broadcast
-from . import optimizers
-from .optimizers import copy_options
+from .optimizers import as_groups, copy_options, describe_optimizer, group_options, mark_state_dicts
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer, with its state sharded over the ranks.
 
     Every rank uses it like the optimizer itself: ``param_groups`` lists all parameters, and options changed there, for
-    example by a learning-rate schedule, apply from the next step on. ``state`` is this rank's.
-
-    Attributes:
-        local: The optimizer of this rank's parameters.
+    example by a learning-rate schedule, apply from the next step on. ``state`` is this rank's, of ``local``.
     """
 
     local: torch.optim.Optimizer
@@ -62,30 +58,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._owner: dict[torch.Tensor, int] = {}
-        super().__init__(optimizers.as_groups(params), kwargs)
+        super().__init__(as_groups(params), kwargs)
         self.local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
+        mark_state_dicts(self.local, process_group)
         self.defaults, self.state = self.local.defaults, self.local.state
         copy_options(self.local, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and assigns its parameters so that ranks own about equally many bytes.
+        """Adds a group, and assigns its parameters so that ranks own about equally many bytes, trainable ones first.
 
-        Trainable parameters balance the trainable bytes. Frozen ones, which have no state until they are trained,
-        balance all bytes. Raises as torch's optimizers, and a TypeError if parameters are in a set.
+        Raises as torch's optimizers, and a TypeError if parameters are in a set.
         """
-        super().add_param_group({**param_group, "params": optimizers.as_list(param_group["params"])})
+        super().add_param_group(as_groups([param_group])[0])
         added = self.param_groups[-1]
-        for is_trained in (True, False):
-            held = [(self._bytes(rank, trained=True), self._bytes(rank)) for rank in range(self.num_ranks)]
-            parameters = [one for one in added["params"] if one.requires_grad == is_trained]
-            start = 0 if is_trained else 1
-            costs = [(one.nbytes,) * (2 - start) for one in parameters]
-            self._owner.update(zip(parameters, assign_owners(costs, [one[start:] for one in held]), strict=True))
-        self._agreed = self.num_ranks == 1
+        loads: list[tuple[int, ...]] = [(0, 0)] * self.num_ranks
+        for parameter, rank in self._owner.items():
+            loads[rank] = tuple(map(sum, zip(loads[rank], _cost(parameter), strict=True)))
+        owners = assign_owners([_cost(one) for one in added["params"]], loads)
+        self._owner.update(zip(added["params"], owners, strict=True))
+        self._agreed = False
         if hasattr(self, "local"):
             self.local.add_param_group(self._local_group(added))
             # Of this group only: the options of the others may have been changed in param_groups.
-            added.update(optimizers.group_options(self.local.param_groups[-1]))
+            added.update(group_options(self.local.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -103,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}" for i, (p, owner) in owners
             }
             alike |= {f"names of group {i}": one.get("param_names") for i, one in enumerate(self.param_groups)}
-            check_alike(alike | optimizers.describe_optimizer(self.local), self.process_group)
+            check_alike(alike | describe_optimizer(self.local), self.process_group)
             self._agreed = True
         loss = None
         if closure is not None:
@@ -111,10 +106,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.local.step()
         trained = {one: owner for one, owner in self._owner.items() if one.requires_grad and self.num_ranks > 1}
-        works = [broadcast(one, owner, self.process_group, async_op=True) for one, owner in trained.items()]
+        works: list[Any] = [broadcast(one, owner, self.process_group, async_op=True) for one, owner in trained.items()]
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
         return loss
 
     def owner(self, parameter: torch.Tensor) -> int:
@@ -124,23 +118,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, marked with ``"rank"`` and ``"num_ranks"``; every rank must save its own."""
         copy_options(self, self.local)
-        return {**optimizers.rank_marks(self.process_group), **self.local.state_dict()}
+        return self.local.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a ``state_dict`` of the same rank and number of ranks.
-
-        Raises:
-            ValueError: If it is another rank's, of another number of ranks, or as torch's optimizers.
-        """
-        optimizers.check_marks(state_dict, self.process_group)
-        self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        """Loads a ``state_dict``; a ValueError if it is another rank's, or of another number of ranks."""
+        self.local.load_state_dict(state_dict)
         copy_options(self.local, self)
         self.state = self.local.state
 
-    def _bytes(self, rank: int, trained: bool = False) -> int:
-        """Bytes of the parameters of a rank."""
-        return sum(p.nbytes for p, owner in self._owner.items() if owner == rank and (p.requires_grad or not trained))
-
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         owned = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
-        return {**optimizers.group_options(group), "params": owned}
+        return {**group_options(group), "params": owned}
+
+
+def _cost(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Trainable bytes, and bytes: a frozen parameter has no state until it is trained."""
+    return parameter.nbytes * parameter.requires_grad, parameter.nbytes

@@ -68,7 +68,7 @@ def late_group_closure_and_schedule():
 
 def scaled():
     """A scaler over averaged gradients: what overflows on one rank skips the step on all of them."""
-    net = torchref.BucketedDDP(mlp(), sync="backward")
+    net = torchref.BucketedDDP(mlp())
     optimizer = torchref.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for moves in (False, True):
@@ -76,6 +76,7 @@ def scaled():
         before = copy.deepcopy(net.module)
         optimizer.zero_grad()
         scaler.scale(net(torch.ones(4, 3, dtype=torch.float64)).square().sum() * factor).backward()
+        net.finish_gradient_synchronization()
         scaler.step(optimizer)
         scaler.update()
         assert same_weights(before, net.module) != moves
@@ -125,7 +126,7 @@ def in_two_groups():
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         torchref.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=-1)
     for params in (set(module.parameters()), [{"params": set(module.parameters())}]):
-        with pytest.raises(TypeError, match=r"params \(=set\) must be a list: a set is in another order"):
+        with pytest.raises(TypeError, match=r"params \(=set\) must be a list"):
             torchref.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
     optimizer = torchref.ShardedOptimizer(module[0].parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match=r"params \(=frozenset\) must be a list"):

@@ -71,7 +71,7 @@ class FSDP(Replicated):
                 each module with parameters are cast to it. No casts if None.
             shard_types: Modules of these types are units: the parameters directly in them are sharded.
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
-            **options: Of ``DataParallel``: ``process_group``, ``sync``.
+            **options: Of ``DataParallel``.
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps

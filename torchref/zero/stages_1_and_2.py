@@ -27,7 +27,7 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, Sync, register, weakly
+from ..strategy import DataParallel, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -57,7 +57,6 @@ class ZeRO1(DataParallel):
         params: Params | None = None,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
-        sync: Sync = "finish",
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -68,9 +67,8 @@ class ZeRO1(DataParallel):
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             params: What the optimizer updates: parameters of the module, or groups of them with options; all
                 parameters in one group when None.
-            process_group: As ``broadcast_buffers`` and ``sync``, see ``DataParallel``.
+            process_group: As in ``DataParallel``.
             broadcast_buffers: As there.
-            sync: As there.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
@@ -80,7 +78,7 @@ class ZeRO1(DataParallel):
         """
         self._bucket_mb = bucket_mb
         groups = as_groups(module.parameters() if params is None else params)
-        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers, sync=sync)
+        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers)
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: Cut(tuple(parameter.shape), self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
