@@ -39,26 +39,28 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         names_of.setdefault(id(tensor), []).append(name)
 
     faults = [f"unknown {name!r}" for name in given if name not in tensors]
-    sources: dict[str, np.ndarray] = {}
-    for first, *others in names_of.values():
-        found = [name for name in (first, *others) if name in given]
+    sources: list[tuple[torch.Tensor, np.ndarray]] = []
+    for names in names_of.values():
+        tensor, found = tensors[names[0]], [name for name in names if name in given]
         if not found:
-            faults.append(f"missing {first!r}")
+            faults.append(f"missing {names[0]!r}")
             continue
-        sources[first] = array = given[found[0]]
-        wanted = tuple(tensors[first].shape), str(tensors[first].dtype).removeprefix("torch.")
-        if (array.shape, array.dtype.name) != wanted:
-            faults.append(f"{found[0]!r} is {array.dtype} {array.shape}, not {wanted[1]} {wanted[0]}")
+        array = given[found[0]]
+        sources.append((tensor, array))
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if (array.shape, array.dtype.name) != (shape, dtype):
+            faults.append(f"{found[0]!r} is {array.dtype} {array.shape}, not {dtype} {shape}")
         for name in found[1:]:
             other = given[name]
             if (array.dtype, array.shape, array.tobytes()) != (other.dtype, other.shape, other.tobytes()):
                 faults.append(f"{name!r} differs from {found[0]!r}, to which it is tied")
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")
-
     with torch.no_grad():
-        for name, array in sources.items():
-            tensors[name].copy_(_as_tensor(array))
+        for tensor, array in sources:
+            is_bfloat16 = array.dtype.name == "bfloat16"
+            copied = torch.from_numpy((array.view(np.int16) if is_bfloat16 else array).copy())  # it may be read-only
+            tensor.copy_(copied.view(torch.bfloat16) if is_bfloat16 else copied)
     return module
 
 
@@ -72,10 +74,3 @@ def _as_numpy(array: Any) -> np.ndarray:
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor that shares no memory with ``array``, which may be read-only."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())

@@ -44,12 +44,8 @@ from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
 from jaxddp.processes.watchdog import watch
 
-OnMessage = Callable[[int, Any], None]  # (rank, message)
-Prepare = Callable[[int], None]  # (rank)
-
 _T = TypeVar("_T")
 
-_BACKENDS = ("gloo", "nccl")
 _START_TIMEOUT_S = 300.0
 _LEAVE_TIMEOUT_S = 20.0
 _LAST_TENSORS_S = 0.2
@@ -76,7 +72,7 @@ class RankPool:
     Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
     """
 
-    def __init__(self, max_ranks: int, *, backend: str = "gloo", prepare: Prepare | None = None) -> None:
+    def __init__(self, max_ranks: int, *, backend: str = "gloo", prepare: Callable[[int], None] | None = None) -> None:
         """Makes a pool; starts nothing yet.
 
         Args:
@@ -99,7 +95,7 @@ class RankPool:
         *args: Any,
         num_ranks: int | None = None,
         timeout_s: float = 120.0,
-        on_message: OnMessage | None = None,
+        on_message: Callable[[int, Any], None] | None = None,
     ) -> list[_T]:
         """Runs ``fn(*args)`` on every rank of a fresh process group; gives the results in rank order.
 
@@ -108,7 +104,6 @@ class RankPool:
             *args: Its arguments, the same on every rank; pickled, like the results.
             num_ranks: Size of the process group; ``max_ranks`` when None. The other processes are not part of it.
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
-                The start of processes is not counted.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
 
         Raises:
@@ -152,7 +147,7 @@ class RankPool:
             with contextlib.suppress(OSError):  # ``_collect`` notices a dead one
                 self._workers[rank].pipe.send(task)
 
-    def _collect(self, ranks: Sequence[int], timeout_s: float, on_message: OnMessage | None = None) -> list[Any]:
+    def _collect(self, ranks: Sequence[int], timeout_s: float, on_message: Any = None) -> list[Any]:
         """Waits for a result of some ranks."""
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str, str]] = {}
@@ -198,9 +193,9 @@ def launch(
     *args: Any,
     num_ranks: int,
     backend: str = "gloo",
-    prepare: Prepare | None = None,
+    prepare: Callable[[int], None] | None = None,
     timeout_s: float = 600.0,
-    on_message: OnMessage | None = None,
+    on_message: Callable[[int, Any], None] | None = None,
 ) -> list[_T]:
     """Runs ``fn(*args)`` once on ranks of its own; arguments and errors are those of `RankPool` and its ``run``."""
     with RankPool(num_ranks, backend=backend, prepare=prepare) as pool:
@@ -222,7 +217,7 @@ def _close_open_pools() -> None:
 class _Worker:
     """The parent's handle on a rank's process."""
 
-    def __init__(self, rank: int, backend: str, prepare: Prepare | None) -> None:
+    def __init__(self, rank: int, backend: str, prepare: Any) -> None:
         """Starts the process; its first result is that it is ready."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -250,7 +245,7 @@ class _Worker:
 # Inside a rank's process.
 
 
-def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepare | None) -> None:
+def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Any) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
     faulthandler.register(signal.SIGTERM, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
@@ -260,23 +255,19 @@ def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepar
 
     def send(kind: str, content: Any) -> None:
         message = pickle.dumps((kind, content))
+        sys.stdout.flush()  # the process may be killed
+        sys.stderr.flush()
         with one_at_a_time:
             pipe.send_bytes(message)
 
-    def answer(run: Callable[[], Any]) -> None:
+    def answer(run: Callable[..., Any], *args: Any) -> None:
         try:
-            kind, content = "result", run()
-        except BaseException as error:
-            kind, content = "failure", _describe(error)
-        sys.stdout.flush()  # the process may be killed
-        sys.stderr.flush()
-        try:
-            send(kind, content)
-        except Exception as error:  # the result does not pickle
+            send("result", run(*args))
+        except BaseException as error:  # or it does not pickle
             send("failure", _describe(error))
 
     # Before any thread starts, so that threads inherit what it sets.
-    answer(lambda: None if prepare is None else prepare(rank))
+    answer(prepare or (lambda rank: None), rank)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if sys.platform == "linux":
         # All ranks are here; Gloo would look up the host name, which laptops and containers often cannot resolve.
@@ -285,7 +276,7 @@ def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Prepar
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
             if (task := pipe.recv()) is not None:
-                answer(functools.partial(_run, rank, backend, functools.partial(send, "message"), *task))
+                answer(_run, rank, backend, functools.partial(send, "message"), *task)
             else:
                 answer(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     os._exit(0)
@@ -305,10 +296,8 @@ def _run(
     torch.set_num_threads(1)
     fn, args = pickle.loads(payload)
     timeout = timedelta(seconds=min(timeout_s + 60, 1e7))  # the parent's message is better
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timeout,
-        device_id=_use_device(backend, rank),
-    )  # fmt: skip
+    place: dict[str, Any] = {"rank": rank, "world_size": num_ranks, "device_id": _use_device(backend, rank)}
+    dist.init_process_group(backend, store=dist.FileStore(store, num_ranks), timeout=timeout, **place)
     dist.barrier()  # no rank runs ahead, or leaves the group, while others are still connecting to it
     _send_message = send
     try:
@@ -339,8 +328,8 @@ def init_from_env(
     """Joins this process to the process group of its job; twin of ``jaxddp.start_process``.
 
     Without arguments the job is that of the launcher, torchrun, SLURM or Open MPI; outside any, a group of one process.
-    Rank 0 prints one line about what was found. When another rank is killed, fails or no longer answers, this one
-    prints a line about it and ends with status 5.
+    Rank 0 prints a line about it. When another rank is killed, fails or no longer answers, this one prints a line about
+    it and ends with status 5.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.
@@ -420,8 +409,8 @@ def _use_gloo_at(address: str | None) -> None:
 
 def _check_ranks(num_ranks: int, backend: str) -> None:
     check_integer("num_ranks", num_ranks)
-    if backend not in _BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: one of {', '.join(_BACKENDS)}")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"unknown backend {backend!r}: one of gloo, nccl")
     if backend == "nccl" and num_ranks > (num_devices := torch.cuda.device_count()):
         raise ValueError(f"num_ranks (={num_ranks}) must be at most the CUDA devices (={num_devices}) for NCCL")
 

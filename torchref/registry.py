@@ -17,12 +17,8 @@ from .strategy import DataParallel
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
-    """Wraps a module in a strategy by its name in ``STRATEGIES``; the options are the strategy's.
-
-    Raises:
-        ValueError: If there is no strategy of that name.
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
+    """Wraps a module in a strategy by its name, with the strategy's options; a ValueError if there is none of it."""
+    if name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     strategy: Any = STRATEGIES[name]
     return strategy(module, **options)
@@ -31,10 +27,7 @@ def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
 def make_training(
     name: str, module: nn.Module, optimizer_cls: Callable[..., Any], options: Mapping[str, Any], **settings: Any
 ) -> tuple[DataParallel, Any]:
-    """Wraps a module and makes its optimizer; gives the wrapper, and what takes its steps.
-
-    ``options`` are the strategy's, ``settings`` the optimizer's; raises a ValueError as ``make_strategy``.
-    """
+    """Makes a wrapper, with options, and what takes its steps: an optimizer of these settings, or the wrapper."""
     if name in STRATEGIES and STRATEGIES[name].owns_optimizer:
         net = make_strategy(name, module, optimizer_cls=optimizer_cls, **options, **settings)
         return net, net

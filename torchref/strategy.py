@@ -184,13 +184,11 @@ class DataParallel(nn.Module, abc.ABC):
         gets a zero gradient, so that optimizers treat it alike on all ranks.
 
         Args:
-            denominator: Divides the sums over ranks, a number or a scalar tensor; the number of ranks when None, which
-                gives the mean.
+            denominator: Divides the sums over ranks, a number or a scalar tensor; the number of ranks when None.
 
         Raises:
             ValueError: If a parameter or a buffer was changed after wrapping, or the denominator is not positive.
-            RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed that is being
-                reduced already.
+            RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed while reduced.
         """
         if denominator is not None and not isinstance(denominator, torch.Tensor):
             check_positive("denominator", denominator)
@@ -210,7 +208,7 @@ class DataParallel(nn.Module, abc.ABC):
         spans_job = self.num_ranks == dist.get_world_size()
         if spans_job:
             begin_step()
-        self._start_all()
+        self._start(full_only=False)
         self.finish_reductions(self.num_ranks if denominator is None else denominator)
         self._broadcast_buffers()
         self._expect_gradients()
@@ -273,10 +271,7 @@ class DataParallel(nn.Module, abc.ABC):
             self._has_begun, self._versions = True, [one._version for one in self._trained.values()]
 
     def _check_weights(self) -> None:
-        """Refuses weights that have changed since a backward that was not finished, by their version counters.
-
-        A change of ``parameter.data`` counts none and is not seen.
-        """
+        """Refuses weights that have changed since a backward that was not finished, but by ``parameter.data``."""
         if self._has_begun and self._must_finish and self._versions != [p._version for p in self._trained.values()]:
             raise RuntimeError(
                 "parameters were changed after a backward that was never finished, by gradients of this rank alone:"
@@ -291,19 +286,16 @@ class DataParallel(nn.Module, abc.ABC):
                 self._check_finished()
 
     def _check_finished(self) -> None:
-        if self._has_begun and self._must_finish and not self._is_cleared():
+        self._discard_if_cleared()
+        if self._has_begun and self._must_finish:
             raise RuntimeError(
                 "gradients are of this rank alone: call finish_gradient_synchronization after the backward, before"
                 " clipping and the step, or zero_grad() to discard them"
             )
 
-    def _is_cleared(self) -> bool:
-        """Whether the gradients of a backward that was not finished were set to None, as optimizers do."""
-        return all(parameter.grad is None for parameter in self._trained.values())
-
     def _discard_if_cleared(self) -> None:
-        """Discards a backward whose gradients were all cleared, or what was reduced of it would come back."""
-        if self._has_begun and self._is_cleared():
+        """Discards a backward whose gradients were all set to None, or what was reduced of it would come back."""
+        if self._has_begun and all(parameter.grad is None for parameter in self._trained.values()):
             self.discard_pass()
 
     def _on_arrival(self, name: str, *_: Any) -> None:
@@ -336,22 +328,17 @@ class DataParallel(nn.Module, abc.ABC):
                 " wrapper; of a parameter that a reentrant checkpoint uses again, checkpoint with use_reentrant=False"
             )
         self._ready.add(name)
-        # In plan order, even if a later bucket fills first: all ranks must issue the same collectives in one order.
+        self._start()
+
+    def _start(self, full_only: bool = True) -> None:
+        """Starts buckets in plan order, even if a later one is full first: the order of collectives is all ranks'."""
         for bucket in self.plan.buckets[self._num_started :]:
-            if not all(tensor.name in self._ready for tensor in bucket.tensors):
+            if full_only and not all(tensor.name in self._ready for tensor in bucket.tensors):
                 return
-            self._start_next()
-
-    def _start_all(self) -> None:
-        while self._num_started < len(self.plan.buckets):
-            self._start_next()
-
-    def _start_next(self) -> None:
-        bucket = self.plan.buckets[self._num_started]
-        self.start_reduction(bucket)
-        for tensor in bucket.tensors:
-            self._note_sent(tensor.name)
-        self._num_started += 1
+            self.start_reduction(bucket)
+            for tensor in bucket.tensors:
+                self._note_sent(tensor.name)
+            self._num_started += 1
 
     def _note_sent(self, name: str) -> None:
         grad: Any = self._trained[name].grad
@@ -394,15 +381,9 @@ def check_module(module: nn.Module) -> None:
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, Shard):
-            raise ValueError(
-                f"parameter {name!r} (={list(parameter.shape)}) must be full (={list(parameter.cut.shape)}), not a"
-                " shard made by FSDP: wrap a new module, loaded with what gather_full_params() returned"
-            )
+            raise ValueError(f"parameter {name!r} is a shard made by FSDP: wrap a new module, of gather_full_params()")
         if id(parameter) in owners:
-            raise ValueError(
-                f"parameter {name!r} is already wrapped by a {owners[id(parameter)]}: delete that first, or both would"
-                " sum its gradient"
-            )
+            raise ValueError(f"parameter {name!r} is already wrapped by a {owners[id(parameter)]}: delete that first")
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """NCCL's primitives by name, over a process group: the twin of `jaxddp.communication.collectives`.
 
 Every rank of ``group`` (None: all ranks) calls the function with its own tensor, of one shape on all ranks; roots and
-pairs count ranks within the group. Each is one collective operation. The twin has the bytes and bus factors.
+pairs count ranks within the group. Each is one collective operation.
 
 | function       | input per rank | output per rank   | returns      |
 |----------------|----------------|-------------------|--------------|
@@ -12,10 +12,9 @@ pairs count ranks within the group. Each is one collective operation. The twin h
 | reduce         | [...]          | [...], 0 off root | a new tensor |
 | send_recv      | [...]          | [...]             | a new tensor |
 
-``all_reduce`` and ``broadcast`` work in place, because gradients and parameters are already where the result
-should be; the others leave their input unchanged. With ``async_op=True`` a call returns at once: ``Work`` instead of
-None, ``(tensor, Work)`` instead of a tensor. Touch neither buffer before ``work.wait()``. The calls are not
-differentiable, and all ranks must issue the same ones in the same order.
+With ``async_op=True`` a call returns at once: ``Work`` instead of None, ``(tensor, Work)`` instead of a tensor. Touch
+neither buffer before ``work.wait()``. The calls are not differentiable, and all ranks must issue the same ones in the
+same order.
 
 Tensors may be empty and have any strides. A tensor that is not contiguous is sent as a contiguous copy, because Gloo
 ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as an all-reduce and keeps a slice: it
@@ -47,16 +46,11 @@ def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     """Sums over the ranks, in place; every rank gets the whole sum."""
     _note("all-reduce", tensor)
     buffer = tensor.detach().contiguous()
-    work = _start(dist.all_reduce, buffer, group=group)
-    return _in_place(tensor, buffer, work, async_op)
+    return _in_place(tensor, buffer, _start(dist.all_reduce, buffer, group=group), async_op)
 
 
 def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
-    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum.
-
-    Raises:
-        ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
-    """
+    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum; a ValueError if N does not divide it."""
     length, rank = length_of_chunk(tensor.shape, dist.get_world_size(group)), dist.get_rank(group)
     _note("reduce-scatter", tensor)
     chunk = tensor.new_empty(length, *tensor.shape[1:])
@@ -66,11 +60,7 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
 
 
 def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
-    """Concatenates the ranks' tensors along dimension 0; every rank gets the whole.
-
-    Raises:
-        ValueError: If ``tensor`` has no dimension 0.
-    """
+    """Concatenates the ranks' tensors along dimension 0; every rank gets the whole; a ValueError if there is none."""
     length = length_of_chunk(tensor.shape, 1)
     full = tensor.new_empty(dist.get_world_size(group) * length, *tensor.shape[1:])
     _note("all-gather", full)
@@ -80,7 +70,7 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
 
 
 def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Work | None:
-    """Gives every rank the root's tensor, in place; raises a ValueError if ``root`` is no rank of the group."""
+    """Gives every rank the root's tensor, in place; a ValueError if ``root`` is no rank of the group."""
     check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
     buffer = tensor.detach().contiguous()
@@ -88,7 +78,7 @@ def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: boo
 
 
 def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Any:
-    """Sums over the ranks; the root gets the sum, the others zeros; raises a ValueError as ``broadcast``."""
+    """Sums over the ranks; the root gets the sum, the others zeros; a ValueError as ``broadcast``."""
     check_root(root, dist.get_world_size(group))
     _note("reduce", tensor)
     # The library leaves partial sums in the buffers of the other ranks, so they work on a copy of their own.
@@ -100,10 +90,7 @@ def reduce(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool =
 def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = None, async_op: bool = False) -> Any:
     """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it, else zeros.
 
-    Sends and receives start together, so no order of ranks deadlocks; a pair of one rank is a copy.
-
-    Raises:
-        ValueError: If a rank of ``pairs`` is not in the group, or one sends or is sent to more than once.
+    A pair of one rank is a copy. A ValueError if a rank is not in the group, or sends or is sent to more than once.
     """
     check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
@@ -128,17 +115,16 @@ class Pending(Work):
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._works = works
-        self._finish = finish
+        self._works, self._finish = works, finish
 
     def wait(self, timeout: Any = None) -> bool:
         """Waits for all of them."""
         works, self._works = self._works, []  # a second wait for a send would never return
         for work in works:
             work.wait() if timeout is None else work.wait(timeout)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         return True
 
 

@@ -1,6 +1,6 @@
 """The ring algorithms, built from sends to the right-hand neighbour only: the twin of `jaxddp.communication.ring`.
 
-This is what a library does inside one all-reduce. N is the number of ranks, S the bytes of the full tensor:
+N is the number of ranks, S the bytes of the full tensor:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -28,9 +28,6 @@ def ring_reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Te
     """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
-
-    Raises:
-        ValueError: If dimension 0 of ``tensor`` is missing or not divisible by the number of ranks.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunks = tensor.detach().reshape(num_ranks, length_of_chunk(tensor.shape, num_ranks), *tensor.shape[1:])
@@ -48,9 +45,6 @@ def ring_all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
 
     A rank keeps a copy of the chunk it receives and passes it on.
-
-    Raises:
-        ValueError: If ``tensor`` has no dimension 0.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     chunk_length = length_of_chunk(tensor.shape, 1)

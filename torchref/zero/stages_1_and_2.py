@@ -166,7 +166,7 @@ class ZeRO1(DataParallel):
     def end_microbatch(self) -> None:
         """Stage 2 adds up the shards of a backward that another one follows."""
         if self.each_microbatch and self._ready:
-            self._start_all()
+            self._start(full_only=False)
             self._sums.wait()
             self._expect_gradients()
             self._has_begun = True
