@@ -39,11 +39,11 @@ class ZeRO1(DataParallel):
     Until the synchronisation the module's gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in
     their place up to the next backward, and the averaged ones belong to the shards in ``optimizer.param_groups``.
     Where it is cleared, as by ``zero_grad`` of the module or of a part of it, so is the averaged one. Clip with
-    ``clip_grad_norm_`` of the wrapper: ``torch.nn.utils.clip_grad_norm_`` is refused.
+    ``clip_grad_norm_`` of the wrapper.
 
     Attributes:
-        optimizer: The optimizer over this rank's shards, one for each parameter. A schedule drives it. Its
-            ``state_dict`` is marked with this rank, and another rank refuses to load it: each loads its own.
+        optimizer: Over this rank's shards, one for each parameter. A schedule drives it. Each rank saves and loads the
+            ``state_dict`` of its own.
     """
 
     owns_optimizer = True
@@ -65,16 +65,14 @@ class ZeRO1(DataParallel):
             module: What to train.
             optimizer_cls: Must be element-wise; ``ShardedOptimizer`` takes others.
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
-            params: What the optimizer updates: parameters of the module, or groups of them with options; all
-                parameters in one group when None.
+            params: What the optimizer updates: parameters of the module, or groups of them; all of them when None.
             process_group: As in ``DataParallel``.
             broadcast_buffers: As there.
             **kwargs: For ``optimizer_cls``.
 
         Raises:
-            TypeError: If ``params`` or a group of it is a set.
-            ValueError: If the optimizer is not element-wise, its class, groups or options differ by rank, ``params``
-                holds a tensor that is no parameter of the module, a cap is out of range, or as ``DataParallel``.
+            ValueError: If the optimizer is not element-wise, it differs by rank, ``params`` are not the module's, a cap
+                is out of range, or as ``DataParallel``.
         """
         self._bucket_mb = bucket_mb
         groups = as_groups(module.parameters() if params is None else params)
@@ -87,8 +85,8 @@ class ZeRO1(DataParallel):
         check_alike(describe_optimizer(self.optimizer, names), process_group)
         check_elementwise(self.optimizer)
         mark_state_dicts(self.optimizer, self.process_group)
-        self._may_step = False
-        self.optimizer.register_step_pre_hook(weakly(self._check_stepped_here))
+        self.optimizer.register_step_pre_hook(weakly(self._before_step))
+        self.optimizer.register_step_post_hook(weakly(self._gather))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums = ShardSums()
 
@@ -106,20 +104,7 @@ class ZeRO1(DataParallel):
         Raises:
             RuntimeError: Without averaged gradients, after another backward, or if the module was given others.
         """
-        self._check_finished()
-        self._drop_cleared()
-        if all(shard.grad is None for shard in self._shards.values()):
-            raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
-        check_elementwise(self.optimizer, num_own_hooks=1)
-        for name, shard in self._shards.items():
-            shard.data = self._local_shard(name)  # other weights may have been loaded into the module
-        self._may_step = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._may_step = False
-        with torch.no_grad():
-            self._gather()
+        self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
@@ -200,13 +185,17 @@ class ZeRO1(DataParallel):
                     " use: change those of the shards in optimizer.param_groups"
                 )
 
-    def _check_stepped_here(self, *_: Any) -> None:
-        if not self._may_step:
-            raise RuntimeError(
-                "optimizer.step() alone updates this rank's shards and no parameter: call step() of the wrapper"
-            )
+    def _before_step(self, *_: Any) -> None:
+        self._check_finished()
+        self._drop_cleared()
+        if all(shard.grad is None for shard in self._shards.values()):
+            raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
+        check_elementwise(self.optimizer, num_own_hooks=2)
+        for name, shard in self._shards.items():
+            shard.data = self._local_shard(name)  # other weights may have been loaded into the module
 
-    def _gather(self) -> None:
+    @torch.no_grad()
+    def _gather(self, *_: Any) -> None:
         for bucket in self.plan.buckets:
             rows = all_gather(pack_row(bucket, self._shards), self.process_group).view(self.num_ranks, -1)
             for name, tensor in unpack_rows(bucket, rows, self._cuts).items():
@@ -221,14 +210,11 @@ class ZeRO1(DataParallel):
     def _shard_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups with this rank's shards in place of the parameters."""
         shard_of = {id(parameter): self._shards[name] for name, parameter in self._trained.items()}
-        frozen = {id(parameter) for parameter in self.module.parameters()} - shard_of.keys()
-        found = []
-        for group in groups:
-            ids = [id(one) for one in group["params"]]
-            if not frozen.union(shard_of).issuperset(ids):
-                raise ValueError("params must be parameters of the module, or groups of them; one is not")
-            found.append({**group, "params": [shard_of[key] for key in ids if key not in frozen]})
-        return found
+        known = {id(parameter) for parameter in self.module.parameters()}
+        if any(id(one) not in known for group in groups for one in group["params"]):
+            raise ValueError("params must be parameters of the module, or groups of them; one is not")
+        shards = [[shard_of[id(one)] for one in group["params"] if id(one) in shard_of] for group in groups]
+        return [{**group, "params": mine} for group, mine in zip(groups, shards, strict=True)]
 
 
 @register("zero2")
