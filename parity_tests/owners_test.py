@@ -15,7 +15,7 @@ SHAPES = ((8, 8), (30,), (8, 8), (5, 7), (64, 3), (1,), (0,), (8, 8), (11, 11), 
 def owners_in_torch():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = torchref.ShardedOptimizer(parameters, torch.optim.AdamW, lr=0.1)
-    return [optimizer.owner(parameter) for parameter in parameters]
+    return [optimizer.owner[parameter] for parameter in parameters]
 
 
 def test_owners_are_equal(ranks):

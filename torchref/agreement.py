@@ -19,8 +19,7 @@ from jaxddp.processes.roll_call import disagreement
 def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Compares entries that must be the same on all ranks, JSON values or what a string tells; every rank calls it.
 
-    Raises:
-        ValueError: If one differs, on every rank; the line names the first such entry and the ranks.
+    If one differs, every rank raises a ValueError that names the first such entry and the ranks.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -30,10 +29,7 @@ def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gathers a text of every rank of a group, by rank; every rank calls it.
-
-    torch's ``all_gather_object`` would unpickle what the network brings. Not counted with the gradients.
-    """
+    """Gathers a text of every rank of a group; torch's ``all_gather_object`` would unpickle what the network brings."""
     device = group_device(group)
     written = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]

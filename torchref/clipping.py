@@ -1,9 +1,7 @@
-"""The global norm of gradients that may be sharded, and clipping by it.
+"""The global norm of gradients that may be sharded, and clipping by it; for shards an all-reduce of one number.
 
-A rank knows the squares of its own shards only; their sum over ranks takes an all-reduce of one number.
-
-    norm = sqrt(sum of g^2 over replicated gradients + sum over ranks of g^2 over their shards)
-    g    = g * min(1, max_norm / norm)                                  no epsilon, as in optax
+norm = sqrt(sum of g^2 over replicated gradients + sum over ranks of g^2 over their shards)
+g    = g * min(1, max_norm / norm)                                  no epsilon, as in optax
 """
 
 from __future__ import annotations

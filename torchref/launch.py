@@ -1,10 +1,4 @@
-"""Starts N ranks as processes of this machine, collects their results, and ends them all.
-
-| call                           | processes                                 | process group                        |
-|--------------------------------|-------------------------------------------|--------------------------------------|
-| ``RankPool(8).run(fn, ...)``   | started when first needed, kept           | a fresh one per call, of num_ranks   |
-| ``launch(fn, ..., num_ranks)`` | started and ended with the call           | one                                  |
-| ``init_from_env()``            | torchrun's or the cluster's, on any hosts | one, from the launcher's variables   |
+"""Starts N ranks as processes of this machine, collects their results, and ends them all; or joins a launcher's job.
 
 When a rank raises, dies or is silent for too long, the others are killed: they may wait for it in a collective. Ranks
 end with their parent, however it ends. They meet through a file, which ranks on other networks see as well. A pipe

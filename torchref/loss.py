@@ -1,8 +1,7 @@
 """The return value of a loss function, and the form in which the trainer uses it.
 
-Ranks and micro-batches each see part of the batch. Sums over parts can be added, means cannot, so every loss becomes a
-total and a weight, and is divided once: loss = sum(total) / sum(weight). A plain mean is a total without a weight: all
-parts have equally many examples, so its sum is divided by the number of parts.
+Ranks and micro-batches each see part of the batch, so every loss becomes a total and a weight, and is divided once:
+loss = sum(total) / sum(weight). A plain mean has no weight: its sum is divided by the number of parts.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ class Weighted(NamedTuple):
 
 
 def as_part(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The total and the weight of what a loss function returned; no weight if all parts weigh the same.
-
-    Raises:
-        ValueError: If it is not a scalar, or its weight depends on parameters.
-    """
+    """The total and the weight of what a loss function returned, scalars; no weight if all parts weigh the same."""
     total, weight = loss if isinstance(loss, Weighted) else (loss, None)
     for value in (total,) if weight is None else (total, weight):
         if not isinstance(value, torch.Tensor) or value.ndim:

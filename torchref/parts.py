@@ -5,9 +5,8 @@ SpentGradient     stands for a gradient that is reduced into shards: torch's cli
 Shard             a parameter of which this rank holds a part: it answers as the whole would, or refuses
 
 Of a shard, what is the same on a part is allowed: shapes and the like, and changes element by element, as an optimizer,
-a moving average or a checkpoint makes them. Anything else (a product, a sum, a norm, a random fill, a hook) would see a
-part in place of the whole, so it names the parameter and the way out. In an optimizer's step its shards are plain
-parameters.
+a moving average or a checkpoint makes them. Anything else (a product, a sum, a norm, a random fill, a hook) is refused.
+In an optimizer's step its shards are plain parameters.
 """
 
 from __future__ import annotations
@@ -79,14 +78,9 @@ def spent_gradient(parameter: torch.Tensor) -> SpentGradient:
 
 
 class Shard(torch.Tensor):
-    """A parameter of which this rank holds a part, or what was made of one, such as ``shard.detach()``.
+    """A parameter of which this rank holds a part, or what was made of one, such as ``shard.detach()``."""
 
-    Attributes:
-        full_name: Of the parameter, in the wrapped module.
-        cut: How the full parameter is cut.
-    """
-
-    full_name: str
+    full_name: str  # of the parameter, in the wrapped module
     cut: Cut
 
     @classmethod
@@ -113,9 +107,8 @@ class Shard(torch.Tensor):
     def _refuse(self, use: str) -> NoReturn:
         raise RuntimeError(
             f"{use} of {self.full_name!r} would see this rank's shard (={list(self.shape)}) of {list(self.cut.shape)}:"
-            " use the parameter within its own module's forward, or keep its module out of shard_types, or add to them"
-            " the one that uses it; gather_full_params(), called on every rank, gives the whole; initialise before;"
-            " for a penalty the optimizer has weight_decay"
+            " use it within its own module's forward, initialise it before, keep that module out of shard_types or add"
+            " the one that uses it, decay weights in the optimizer, or take gather_full_params()"
         )
 
 

@@ -1,8 +1,7 @@
 """Whether ranks still hold the same: what every rank has in full must be equal bit for bit.
 
-The twin of ``jaxddp.training.replicas``, which says why. Checked are parameters and buffers that are not sharded, and
-the optimizer's state of what each rank updates in full: one all-gather of a CRC-32 of each tensor, whose bytes the host
-reads.
+Checked are parameters and buffers that are not sharded, and the optimizer's state of what each rank updates in full:
+one all-gather of a CRC-32 of each tensor, whose bytes the host reads.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def check_replicas(trainer: Trainer) -> None:
 
     Raises:
         ReplicaError: If ranks differ, on every rank.
-        ValueError: If some ranks train apart from the others.
     """
     whole = {name: one for name, (one, cut) in RankState.of(trainer).held().items() if cut is None}
     held = {name: one for name, one in whole.items() if isinstance(one, torch.Tensor) and one.numel()}

@@ -9,7 +9,6 @@ A strategy is what these methods of a subclass say, and nothing outside of its f
 
     make_plan(tensors)                           which gradients are reduced together, and what waits for the backward
     layout()                                     which parameters are updated by shards, and how they are cut
-    (a module's forward)                         what the loss reads: the parameters, or at stage 3 an all-gather a unit
     start_reduction(bucket)                      starts to sum a bucket over ranks: all-reduce or reduce-scatter
     finish_reductions(denominator)               waits, divides, and stores the means where the optimizer reads them
     step()                                       of those that own the optimizer: on shards, then an all-gather
@@ -80,8 +79,7 @@ class DataParallel(nn.Module, abc.ABC):
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
 
         Raises:
-            ValueError: If there is nothing to train, the module is wrapped, or ranks have other strategies, parameters,
-                buffers or plans.
+            ValueError: If there is nothing to train, the module is wrapped, or ranks differ.
         """
         check_module(module)
         super().__init__()
@@ -111,7 +109,7 @@ class DataParallel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
-        """Tensors in the order in which their gradients become ready ``->`` which are reduced together."""
+        """Plans tensors, which come in the order in which their gradients become ready."""
 
     @abc.abstractmethod
     def start_reduction(self, bucket: Bucket) -> None:

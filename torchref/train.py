@@ -1,9 +1,5 @@
 """The trainer: a plain training step around a loss function, a torch optimizer and a module or a wrapped one.
 
-on each rank                                                    shape
-------------------------------------------------------------    -------------------------------
-parameters, optimizer state                                     replicated, or this rank's shards
-batch                                                           [global_batch / num_ranks, ...]
 micro-batches 1 ... A-1:  grads += d total / d params           under no_sync: most strategies do not communicate
 micro-batch A:            grads += d total / d params           communicated as the strategy plans
 grads = sum over ranks / sum of weights                         finish_gradient_synchronization
@@ -95,8 +91,8 @@ class Trainer:
 
         Raises:
             FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``; nothing was updated.
-            ValueError: If the batch cannot be split into micro-batches, the loss is not a scalar, ranks have other
-                options, they have unequally many examples and the loss is no ``Weighted``, or a weight is negative.
+            ValueError: If the batch cannot be split, the loss is not a scalar, a weight is negative, ranks have other
+                options, or unequally many examples and no weights.
         """
         total, weight, of_ranks = self._backwards(batch)
         divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
@@ -184,10 +180,7 @@ class Trainer:
 
 
 def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
-    """Splits a batch along dimension 0 into equal parts, and returns one of them.
-
-    Raises:
-        ValueError: If the tensors disagree in length, or it is not divisible by ``num_parts``.
+    """Splits a batch along dimension 0 into equal parts, and returns one; a ValueError if it cannot be split so.
 
     Example:
         >>> local_rows({"x": torch.arange(6)}, 1, 3)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,6 @@ from .rank_state import RankState, is_finite, num_ranks, rank
 T = TypeVar("T")
 _FILE = "state.pt"
 _ANSWER_S = 1200  # for rank 0 to write
-_patient: tuple[Any, Any] | None = None  # the group of all ranks, and that of ``_patient_group``
 
 
 class Checkpoints(CheckpointFolder):
@@ -109,12 +109,17 @@ class Checkpoints(CheckpointFolder):
     def _place(self) -> tuple[int, int]:
         return rank(), num_ranks()
 
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        """All ranks over Gloo: a large file on a slow disk would exceed the time-out of NCCL's collectives."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
+
     def _exchange(self, text: str) -> list[str]:
-        if rank() == 0:
-            return gather_texts(text, _patient_group())
-        begin_step(is_call=True)
-        texts = gather_texts(text, _patient_group())
-        end_step()
+        if rank() > 0:
+            begin_step(is_call=True)
+        texts = gather_texts(text, self._group)
+        if rank() > 0:
+            end_step()
         return texts
 
     def _on_first(self, function: Callable[[], T]) -> T:
@@ -135,12 +140,3 @@ class Checkpoints(CheckpointFolder):
 def _save(whole: dict[str, Any], path: Path) -> None:
     with path.open("xb") as file:  # whose errors are the system's
         torch.save(whole, file)
-
-
-def _patient_group() -> dist.ProcessGroup:
-    """All ranks over Gloo: a large file on a slow disk would exceed the time-out of NCCL's collectives."""
-    global _patient
-    world = dist.group.WORLD
-    if _patient is None or _patient[0] is not world:
-        _patient = world, dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
-    return _patient[1]

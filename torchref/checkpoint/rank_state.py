@@ -128,11 +128,9 @@ class RankState(NamedTuple):
             if about[key] != self.about[key]:
                 raise ValueError(f"{checkpoint} is of another optimizer: {about[key]} there and {self.about[key]} here")
         known = {id(one) for one in _params_of(self.optimizer)}
-        for key, name, value in _states_in(saved):
+        for key, name, _ in _states_in(saved):
             if name not in self.updated or id(self.updated[name]) not in known:
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
-            if key in about["elementwise"] and name in self.cuts and value.shape != self.cuts[name].shape:
-                raise ValueError(f"{checkpoint} has {key} of {name!r} (={list(value.shape)}), which is no shard's")
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> None:

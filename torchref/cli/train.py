@@ -6,10 +6,13 @@ import argparse
 import sys
 from typing import Any
 
+import torch.distributed as dist
+
 from jaxddp.cli.launch import launch
 from jaxddp.cli.train import DEFAULT_SIMULATED_DEVICES, add_flags, options_of, say_on_first
 from jaxddp.processes.job import find_job, visible_gpus
-from jaxddp.training.data import Corpus
+
+from .train_program import train
 
 
 def add_parser(commands: Any) -> None:
@@ -31,17 +34,9 @@ def run(arguments: argparse.Namespace) -> int | None:
     options = options_of(arguments)
     if None not in (options.devices, options.processes) and options.devices != options.processes:
         raise ValueError(f"devices (={options.devices}) must be processes (={options.processes}): a rank is a process")
-    from . import train_program  # late, so that the help needs no torch
-
     if find_job() is None:
         num_ranks = options.devices or options.processes or len(visible_gpus()) or DEFAULT_SIMULATED_DEVICES
-        # What each rank would refuse is refused once, before they start.
-        options.check_batch_size(num_ranks)
-        train_program.strategy_arguments(options)
-        Corpus(options.data, context=options.config.context)
-        if options.weights is not None:
-            train_program.load_weights(options.weights)
         return launch(["-m", "torchref", *sys.argv[1:]], num_ranks, max_restarts=options.max_restarts)
-    train_program.train(options, say_on_first())
-    train_program.dist.destroy_process_group()
+    train(options, say_on_first())
+    dist.destroy_process_group()
     return None

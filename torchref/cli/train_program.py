@@ -120,22 +120,16 @@ class _Training:
 
 
 def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
-    """The module under its strategy, and what takes its steps."""
+    """The module under its strategy, and what takes its steps; a ValueError if there is no such one, or no buckets."""
+    if options.strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {options.strategy!r}: one of {', '.join(STRATEGIES)}")
+    cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
+    if cap and "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
+        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
     settings = {"lr": options.learning_rate}
     optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
     settings |= {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
-    return make_training(options.strategy, module, optimizer_cls, strategy_arguments(options), **settings)
-
-
-def strategy_arguments(options: TrainOptions) -> dict[str, Any]:
-    """The cap of a strategy's buckets, if one is given; a ValueError if there is no such strategy, or no buckets."""
-    if options.strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {options.strategy!r}: one of {', '.join(STRATEGIES)}")
-    if options.bucket_mb is None:
-        return {}
-    if "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
-        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return {"bucket_mb": options.bucket_mb}
+    return make_training(options.strategy, module, optimizer_cls, cap, **settings)
 
 
 def _describe(device: torch.device) -> str:

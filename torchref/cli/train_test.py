@@ -1,6 +1,5 @@
 """The twin's command: what the console shows of a run, and what it refuses."""
 
-import contextlib
 import os
 import re
 import signal
@@ -63,17 +62,6 @@ def test_bad_input_is_one_line_and_status_2(command, alone, text, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("torchref: torchrun: ")]
     assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith(f"error: {BAD_INPUT[command]}")
-
-
-@pytest.mark.parametrize("command", ["train --strategy fast", "train --weights /no/where"])
-def test_outside_a_job_it_is_one_line_before_ranks_start(command, text, capsys, monkeypatch):
-    monkeypatch.setattr("torchref.cli.train.launch", pytest.fail)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with contextlib.suppress(SystemExit):  # argparse's way
-        assert main([*command.split(), "--data", text]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith(f"error: {BAD_INPUT[command]}") and output.count("\n") == 1
 
 
 def run_on_rank(folder, port, options):

@@ -1,9 +1,4 @@
-"""Models to train.
-
-toy.py           small models, one for each corner case of data parallelism
-transformer.py   a decoder-only language model
-functional.py    all of them by name, and their losses
-"""
+"""Models to train: toy.py, transformer.py; functional.py has all of them by name, and their losses."""
 
 from jaxddp.sizes import SIZES as SIZES
 from jaxddp.sizes import TransformerConfig as TransformerConfig

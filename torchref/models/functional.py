@@ -1,7 +1,4 @@
-"""Models by name, and the loss they are trained on.
-
-The loss calls ``module(...)``, so it takes a wrapped module too. Nothing here communicates.
-"""
+"""Models by name, and the loss they are trained on. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -33,20 +30,14 @@ def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
-
-    ``logits`` are ``[..., vocab]``, ``targets`` token ids ``[...]`` of any integer dtype; there is no ``ignore_index``.
-    """
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats, of ``[..., vocab]`` and ids ``[...]``."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long())
 
 
 def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torch.Tensor:
-    """The mean loss of a model over a batch: cross-entropy for tokens, otherwise mean squared error.
+    """The mean loss of a module, or a wrapper around one: cross-entropy for tokens, otherwise mean squared error.
 
-    Args:
-        model: A module or a wrapper around one.
-        batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
-            ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
+    ``batch`` has integers ``tokens`` and ``targets [batch, length]``, or ``x [batch, in]`` and ``y [batch, out]``.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -54,13 +45,9 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torc
 
 
 def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
-    """Makes a model with its initial parameters.
+    """Makes a model of float32 on the CPU; the global generator is left as it was.
 
-    ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes. The
-    module is of float32 on the CPU; the global generator is left as it was.
-
-    Raises:
-        ValueError: If the name is not known.
+    ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
     """
     make = _TOYS.get(name_or_config) if isinstance(name_or_config, str) else None
     config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config

@@ -1,7 +1,6 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias: the smallest model with matrices and vectors, several
-layers and a nonlinearity.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class ToyMLP(nn.Module):
-    """Linear, ReLU, LayerNorm, Linear.
-
-    Example:
-        >>> tuple(ToyMLP(3, 8, 2)(torch.ones(4, 3)).shape)
-        (4, 2)
-    """
+    """Linear, ReLU, LayerNorm, Linear."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int):
         super().__init__()
@@ -38,10 +32,7 @@ class ToyMLP(nn.Module):
 
 
 class TiedToy(nn.Module):
-    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it.
-
-    The shared matrix is one parameter, so its gradient is the sum over both uses and it is communicated once.
-    """
+    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it."""
 
     def __init__(self, in_features: int, hidden: int):
         super().__init__()

@@ -1,9 +1,7 @@
 """A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
 
-One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
-parameters, registered in forward order, each of them a separate tensor. Nothing here communicates. The parameters'
-dtype is the compute dtype. The RoPE tables are computed in float64 and rounded to it, once for each length; they are
-neither parameters nor buffers, so ``state_dict`` holds the parameters only.
+A model of ``L`` blocks has ``9 L + 3`` parameters, registered in forward order. Their dtype is the compute dtype. The
+RoPE tables are computed in float64 and rounded to it, once for each length; they are neither parameters nor buffers.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -32,21 +30,14 @@ NORM_EPS = 1e-5
 def rotary_tables(
     length: int, head_size: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``, computed in float64.
-
-    Returns:
-        Two tensors of shape ``[length, 1, head_size / 2]``, that broadcast over heads.
-    """
+    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``: ``[length, 1, head_size / 2]``."""
     frequencies = ROPE_THETA ** (-torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size)
     angles = torch.arange(length, dtype=torch.float64, device=device)[:, None, None] * frequencies
     return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
 
 
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
-
-    ``x`` are queries or keys, ``[batch, length, num_heads, head_size]``; ``tables`` are from ``rotary_tables``.
-    """
+    """Rotates features ``i`` and ``i + head_size / 2`` of ``[batch, length, heads, head_size]`` by their position."""
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -93,7 +84,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each applied to a normalised input and added to the residual stream."""
+    """One layer: attention and feed-forward, each of a normalised input and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -28,8 +28,8 @@ from .optimizers import as_groups, copy_options, describe_optimizer, group_optio
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer, with its state sharded over the ranks.
 
-    Every rank uses it like the optimizer itself: ``param_groups`` lists all parameters, and options changed there, for
-    example by a learning-rate schedule, apply from the next step on. ``state`` is this rank's, of ``local``.
+    Every rank uses it like the optimizer itself: ``param_groups`` lists all parameters, and options changed there, as
+    by a learning-rate schedule, apply from the next step on. ``state`` is this rank's, of ``local``.
     """
 
     local: torch.optim.Optimizer
@@ -45,19 +45,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Assigns the parameters to ranks.
 
         Args:
-            params: As torch's optimizers take them: parameters, or groups of them with options; the same on every rank,
-                in the same order.
+            params: As torch's optimizers take them: parameters, or groups of them; in the same order on every rank.
             optimizer_cls: Makes the optimizer of one rank's parameters; must update parameters one by one, and step
                 without a closure.
             process_group: The ranks; all of them when None.
             **kwargs: For ``optimizer_cls``.
-
-        Raises:
-            TypeError: If parameters are in a set, which has no order.
         """
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._owner: dict[torch.Tensor, int] = {}
+        self.owner: dict[torch.Tensor, int] = {}  # the rank of each parameter
         super().__init__(as_groups(params), kwargs)
         self.local = optimizer_cls([self._local_group(group) for group in self.param_groups], **kwargs)
         mark_state_dicts(self.local, process_group)
@@ -65,17 +61,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         copy_options(self.local, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and assigns its parameters so that ranks own about equally many bytes, trainable ones first.
-
-        Raises as torch's optimizers, and a TypeError if parameters are in a set.
-        """
+        """Adds a group, and assigns its parameters so that ranks own about equally many trainable bytes."""
         super().add_param_group(as_groups([param_group])[0])
         added = self.param_groups[-1]
         loads: list[tuple[int, ...]] = [(0, 0)] * self.num_ranks
-        for parameter, rank in self._owner.items():
+        for parameter, rank in self.owner.items():
             loads[rank] = tuple(map(sum, zip(loads[rank], _cost(parameter), strict=True)))
         owners = assign_owners([_cost(one) for one in added["params"]], loads)
-        self._owner.update(zip(added["params"], owners, strict=True))
+        self.owner.update(zip(added["params"], owners, strict=True))
         self._agreed = False
         if hasattr(self, "local"):
             self.local.add_param_group(self._local_group(added))
@@ -86,37 +79,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters, then broadcasts every parameter from its owner.
 
-        The closure recomputes the gradients and returns the loss, which is returned; it is called once on every rank.
-
-        Raises:
-            ValueError: If the ranks list different parameters, or differ in the optimizer's class or options.
+        The closure recomputes the gradients and returns the loss, which is returned. Raises a ValueError if ranks
+        differ in parameters, the optimizer's class or its options.
         """
         copy_options(self, self.local)
         if not self._agreed:  # one parameter would be broadcast into another
-            owners = enumerate(self._owner.items())
-            alike: dict[str, Any] = {
-                f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}" for i, (p, owner) in owners
-            }
-            alike |= {f"names of group {i}": one.get("param_names") for i, one in enumerate(self.param_groups)}
-            check_alike(alike | describe_optimizer(self.local), self.process_group)
+            owners = enumerate(self.owner.items())
+            alike = {f"parameter {i}": f"{[*p.shape]} {p.dtype} of rank {owner}" for i, (p, owner) in owners}
+            names = {f"names of group {i}": one.get("param_names") for i, one in enumerate(self.param_groups)}
+            check_alike(alike | names | describe_optimizer(self.local), self.process_group)
             self._agreed = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.local.step()
-        trained = {one: owner for one, owner in self._owner.items() if one.requires_grad and self.num_ranks > 1}
+        trained = {one: owner for one, owner in self.owner.items() if one.requires_grad and self.num_ranks > 1}
         works: list[Any] = [broadcast(one, owner, self.process_group, async_op=True) for one, owner in trained.items()]
         for work in works:
             work.wait()
         return loss
 
-    def owner(self, parameter: torch.Tensor) -> int:
-        """The rank that owns a parameter."""
-        return self._owner[parameter]
-
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, marked with ``"rank"`` and ``"num_ranks"``; every rank must save its own."""
+        """This rank's part of the state, marked with its rank; every rank must save its own."""
         copy_options(self, self.local)
         return self.local.state_dict()
 
@@ -127,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.local.state
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        owned = [parameter for parameter in group["params"] if self._owner[parameter] == self.rank]
+        owned = [parameter for parameter in group["params"] if self.owner[parameter] == self.rank]
         return {**group_options(group), "params": owned}
 
 

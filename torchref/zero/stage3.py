@@ -80,9 +80,7 @@ class FSDP(Replicated):
         check_module(module)
         for name, one in module.named_modules():
             if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
-                raise ValueError(
-                    f"module {name!r} is compiled, and a compiled program takes no shards: use BucketedDDP"
-                )
+                raise ValueError(f"module {name!r} is compiled, and compiled programs take no shards: use BucketedDDP")
         self._bucket_mb, self.compute_dtype = bucket_mb, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
@@ -180,17 +178,9 @@ class FSDP(Replicated):
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         super()._check_step(optimizer)
-        mine = self._in_optimizer(optimizer)
-        if not mine:
-            return
-        check_elementwise(optimizer)
+        if mine := self._in_optimizer(optimizer):
+            check_elementwise(optimizer)
         for shard in mine:
-            for key, value in optimizer.state.get(shard, {}).items():
-                if isinstance(value, torch.Tensor) and value.ndim and value.shape != shard.shape:
-                    raise RuntimeError(
-                        f"state {key!r} of {shard.full_name!r} (={list(value.shape)}) must be of its shard"
-                        f" (={list(shard.shape)}): make the optimizer anew after wrapping"
-                    )
             shard.__class__ = nn.Parameter
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
