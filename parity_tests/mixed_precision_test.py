@@ -1,5 +1,7 @@
 """bfloat16 with float32 masters: torchref under autocast rounds where jaxddp does, so both have the same weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +41,9 @@ def jax_loss(params, batch):
     return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
 
 
-def torch_loss(net, batch):
-    return ((net(batch["x"]).float() - batch["y"]) ** 2).mean()
+def torch_loss(net, batch, enabled):
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        return ((net(batch["x"]).float() - batch["y"]) ** 2).mean()
 
 
 class Net(nn.Module):
@@ -66,13 +69,14 @@ def train_in_jax(name, optimizer, options, **precision):
 def train_on_rank(name, optimizer, weights):
     """The same of a rank of torchref."""
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
-    module, wrap, precision = from_numpy(weights, Net()), torchref.STRATEGIES[name], {"compute_dtype": torch.bfloat16}
+    module, wrap = from_numpy(weights, Net()), torchref.STRATEGIES[name]
     if name == "zero3":
-        net, precision = wrap(module, **precision), {}
+        net = wrap(module, compute_dtype=torch.bfloat16)
     else:
         net = wrap(module, optimizer_cls, **hyper) if wrap.owns_optimizer else wrap(module)
     steps = net if wrap.owns_optimizer else optimizer_cls(net.parameters(), **hyper)
-    trainer = torchref.Trainer(torch_loss, steps, net, num_microbatches=2, **precision)
+    loss_fn = functools.partial(torch_loss, enabled=name != "zero3")
+    trainer = torchref.Trainer(loss_fn, steps, net, num_microbatches=2)
     for batch in batches():
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         trainer.step(local_rows(tensors, dist.get_rank(), NUM_RANKS))

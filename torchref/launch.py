@@ -73,9 +73,6 @@ class RankPool:
             max_ranks: The most ranks that a call may have.
             backend: ``"gloo"`` (CPU) or ``"nccl"`` (rank r on CUDA device r).
             prepare: Called as ``prepare(rank)`` in each new process, before it starts a thread or joins a group.
-
-        Raises:
-            ValueError: If a number is not positive, the backend is unknown, or NCCL lacks a device per rank.
         """
         _check_ranks(max_ranks, backend)
         self.max_ranks = max_ranks
@@ -96,13 +93,12 @@ class RankPool:
         Args:
             fn: A function that other processes can import by its name; its results should be on the CPU.
             *args: Its arguments, the same on every rank; pickled, like the results.
-            num_ranks: Size of the process group; ``max_ranks`` when None. The other processes are not part of it.
+            num_ranks: Size of the process group; ``max_ranks`` when None.
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
 
         Raises:
             RankError: If a rank raises, dies or does not finish in time.
-            ValueError: If a number is out of range.
         """
         ranks = range(check_integer("num_ranks", self.max_ranks if num_ranks is None else num_ranks))
         if len(ranks) > self.max_ranks:

@@ -54,13 +54,11 @@ class DataParallel(nn.Module, abc.ABC):
         plan: What a backward pass communicates.
         require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
         owns_optimizer: Whether the strategy makes the optimizer, of ``optimizer_cls`` and options, and has ``step()``.
-        gathers_in_forward: Whether parameters are full only inside modules, and a compute dtype is the wrapper's.
         each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
     """
 
     module: nn.Module
     owns_optimizer: ClassVar[bool] = False
-    gathers_in_forward: ClassVar[bool] = False
     each_microbatch: bool = False
     _sharded: frozenset[str] = frozenset()  # names of parameters that are in no plan, because the module holds shards
 
@@ -217,16 +215,12 @@ class DataParallel(nn.Module, abc.ABC):
     def grad_norm(self) -> torch.Tensor:
         """Computes the global norm of the gradients; call it on every rank, after the synchronisation."""
         self._check_finished()
-        replicated, shards = self.gradients()
-        if not replicated and not shards:
-            raise RuntimeError("there are no gradients: call finish_gradient_synchronization after the backward")
-        return global_norm(replicated, shards, self.process_group)
+        return global_norm(*self.gradients(), self.process_group)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the gradients to a global norm of at most ``max_norm``, without an epsilon; returns that before."""
         norm = self.grad_norm()
-        replicated, shards = self.gradients()
-        clip_to_norm_([*replicated, *shards], norm, max_norm)
+        clip_to_norm_(sum(self.gradients(), []), norm, max_norm)
         return norm
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:

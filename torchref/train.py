@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from jaxddp.arguments import check_integer, check_positive
 from jaxddp.processes.roll_call import disagreement
@@ -47,7 +47,6 @@ class Trainer:
         *,
         num_microbatches: int = 1,
         max_grad_norm: float | None = None,
-        compute_dtype: torch.dtype | None = None,
         nonfinite: str = "ignore",
     ) -> None:
         """Describes a training run.
@@ -59,8 +58,6 @@ class Trainer:
             num_microbatches: Parts into which the rank's examples are split, in order. Gradients are communicated in
                 the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
-            compute_dtype: ``loss_fn`` runs under ``torch.autocast`` to this dtype. Parameters, which are the masters,
-                their gradients and what is communicated keep theirs; ``FSDP`` has a ``compute_dtype`` of its own.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite; ranks
                 agree on both, so all do it in the same step. ``"ignore"``: nothing, and it does not wait for them
                 before the update. ``"raise"``: raises before the update. ``"skip"``: does not update.
@@ -72,13 +69,10 @@ class Trainer:
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         self._parallel = net if isinstance(net, DataParallel) else None
-        if compute_dtype is not None and self._parallel and self._parallel.gathers_in_forward:
-            raise ValueError(f"compute_dtype (={compute_dtype}) must be given to the wrapper, which gathers in it")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
-        self.max_grad_norm, self.compute_dtype, self.nonfinite = max_grad_norm, compute_dtype, nonfinite
-        self.num_steps = 0
+        self.max_grad_norm, self.nonfinite, self.num_steps = max_grad_norm, nonfinite, 0
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
         self._agreed = False
 
@@ -117,26 +111,20 @@ class Trainer:
         """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""
         if self._parallel is not None:
             if not self._agreed:
-                options = ("num_microbatches", "max_grad_norm", "compute_dtype", "nonfinite")
+                options = ("num_microbatches", "max_grad_norm", "nonfinite")
                 check_alike({name: getattr(self, name) for name in options}, self._parallel.process_group)
                 self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
         totals, weights = [], []
         for index in range(self.num_microbatches):
-            piece, context = local_rows(batch, index, self.num_microbatches), contextlib.ExitStack()
-            if self._parallel is not None and index < self.num_microbatches - 1:
-                context.enter_context(self._parallel.no_sync())
-            with context:
-                with contextlib.nullcontext() if self.compute_dtype is None else self._autocast(piece):
-                    total, weight = as_part(self.loss_fn(self.net, piece))
+            is_last = index == self.num_microbatches - 1
+            with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
+                total, weight = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
                 total.backward()
             totals.append(total.detach())
             weights.append(weight)
         return self._sum_parts(totals, [one for one in weights if one is not None], _num_rows(batch))
-
-    def _autocast(self, batch: Batch) -> torch.autocast:
-        return torch.autocast(tree_leaves(batch)[0].device.type, self.compute_dtype)
 
     def _sum_parts(
         self, parts: list[torch.Tensor], weights: list[torch.Tensor], rows: int
@@ -189,8 +177,6 @@ def local_rows(batch: Batch, index: int, num_parts: int) -> Any:
     rows = _num_rows(batch)
     if rows % check_integer("num_parts", num_parts) or rows == 0:
         raise ValueError(f"batch (={rows} examples) must be divisible by the number of parts (={num_parts})")
-    if not 0 <= index < num_parts:
-        raise ValueError(f"index (={index}) must be below num_parts (={num_parts})")
     size = rows // num_parts
     return tree_map(lambda tensor: tensor[index * size : (index + 1) * size], batch)
 

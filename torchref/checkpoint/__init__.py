@@ -1,7 +1,3 @@
-"""Checkpoints that any strategy on any number of ranks restores.
-
-checkpoints.py   the checkpoints in a folder: saves, restores, keeps the newest
-rank_state.py    a rank's part of a training state, and the whole
-"""
+"""Checkpoints that any strategy on any number of ranks restores; rank_state.py has what a rank holds of one."""
 
 from .checkpoints import Checkpoints as Checkpoints

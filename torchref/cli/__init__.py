@@ -1,4 +1,1 @@
-"""``python -m torchref``: the commands, which share options and output with those of ``jaxddp.cli``.
-
-train.py, train_program.py   train: the command, the program
-"""
+"""``python -m torchref``: the command ``train``, which shares options and output with that of ``jaxddp.cli``."""

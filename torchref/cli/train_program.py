@@ -121,10 +121,9 @@ class _Training:
 
 def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
     """The module under its strategy, and what takes its steps; a ValueError if there is no such one, or no buckets."""
-    if options.strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {options.strategy!r}: one of {', '.join(STRATEGIES)}")
     cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
-    if cap and "bucket_mb" not in inspect.signature(STRATEGIES[options.strategy]).parameters:
+    strategy = STRATEGIES.get(options.strategy)
+    if cap and strategy and "bucket_mb" not in inspect.signature(strategy).parameters:
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
     settings = {"lr": options.learning_rate}
     optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]

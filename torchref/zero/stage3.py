@@ -51,7 +51,6 @@ class FSDP(Replicated):
     uncompiled.
     """
 
-    gathers_in_forward = True
     forward = torch._disable_dynamo(Replicated.forward)
 
     def __init__(

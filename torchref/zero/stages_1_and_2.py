@@ -99,11 +99,7 @@ class ZeRO1(DataParallel):
         return {name: (shard, self._cuts[name]) for name, shard in self._shards.items()}
 
     def step(self) -> None:
-        """Updates this rank's shards, and gathers those of all ranks into the module.
-
-        Raises:
-            RuntimeError: Without averaged gradients, after another backward, or if the module was given others.
-        """
+        """Updates this rank's shards, and gathers those of all ranks into the module."""
         self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -188,8 +184,6 @@ class ZeRO1(DataParallel):
     def _before_step(self, *_: Any) -> None:
         self._check_finished()
         self._drop_cleared()
-        if all(shard.grad is None for shard in self._shards.values()):
-            raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
         check_elementwise(self.optimizer, num_own_hooks=2)
         for name, shard in self._shards.items():
             shard.data = self._local_shard(name)  # other weights may have been loaded into the module
