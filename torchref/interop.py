@@ -1,8 +1,7 @@
 """Copies parameters between a module and NumPy, under the names and layouts of its ``state_dict``.
 
-``jaxddp`` maps these arrays to and from a Flax tree. A shared parameter is listed under each of its names, as in
-``state_dict``. Values are copied bit for bit; a different dtype is refused, never cast. bfloat16, which NumPy lacks,
-becomes ``ml_dtypes.bfloat16``.
+A shared parameter is listed under each of its names. Values are copied bit for bit; a different dtype is refused, never
+cast. bfloat16, which NumPy lacks, becomes ``ml_dtypes.bfloat16``.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         module: The module to fill; unchanged if anything is refused.
 
     Raises:
-        ValueError: If a name is unknown or missing, a shape or dtype is not the one expected, or the values given
-            for a shared parameter differ. The message lists every fault.
+        ValueError: If names, shapes or dtypes are not the module's, or the values given for a shared parameter differ.
     """
     tensors = module.state_dict(keep_vars=True)
     given = {name: _as_numpy(array) for name, array in arrays.items()}

@@ -21,7 +21,6 @@ from .communication.sharding import Cut
 
 _NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm}
 _LOOKS = {"__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"}
-_SCALERS = {torch._amp_foreach_non_finite_check_and_unscale_}
 _SAME_ON_A_PART = set(
     """dim ndimension size numel nelement element_size is_floating_point is_complex stride is_contiguous storage_offset
     data_ptr untyped_storage get_device is_inference is_pinned _has_compatible_shallow_copy_type zeros_like ones_like
@@ -42,15 +41,10 @@ class PartialGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NORMS:
+        if func in _NORMS or func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise RuntimeError(
-                "this would be the norm of this rank's part of the gradients: call clip_grad_norm_ or grad_norm of the"
-                " wrapper after finish_gradient_synchronization"
-            )
-        if func in _SCALERS:
-            raise RuntimeError(
-                "a GradScaler looks at this rank's part of the gradients, and ranks would skip steps apart: train in"
-                " bfloat16, or use BucketedDDP and scaler.unscale_ after finish_gradient_synchronization"
+                "norms and scalers would see this rank's part of the gradients alone: call clip_grad_norm_ or grad_norm"
+                " of the wrapper after finish_gradient_synchronization; a GradScaler needs BucketedDDP, or bfloat16"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -8,35 +8,15 @@ from torch.utils.checkpoint import checkpoint
 
 import torchref
 from torchref.communication.collectives import record
+from torchref.registry import make_training
 
-SGD = {"optimizer_cls": torch.optim.SGD, "lr": 0.1}
-WRAPPERS = {
-    "naive": (torchref.NaiveDDP, {}),
-    "flat": (torchref.FlatDDP, {}),
-    "overlapped": (torchref.OverlappedDDP, {}),
-    "bucketed": (torchref.BucketedDDP, {}),
-    "zero1": (torchref.ZeRO1, SGD),
-    "zero2": (torchref.ZeRO2, SGD),
-    "zero3": (torchref.FSDP, {}),
-}
 # Naive differs from flat, and overlapped from bucketed, in the plan alone.
 wrappers = pytest.mark.parametrize("name", ["flat", "bucketed", "zero1", "zero2", "zero3"])
 MAX_NORM = 1.0
 
 
 def wrap(name, module, **options):
-    cls, needed = WRAPPERS[name]
-    return cls(module, **needed, **options)
-
-
-def strategy_of(name, module, optimizer_cls, options=None, **settings):
-    """A strategy by its name, and what takes its steps."""
-    options = options or {}
-    if torchref.STRATEGIES[name].owns_optimizer:
-        net = torchref.make_strategy(name, module, optimizer_cls=optimizer_cls, **options, **settings)
-        return net, net
-    net = torchref.make_strategy(name, module, **options)
-    return net, optimizer_cls(net.parameters(), **settings)
+    return make_training(name, module, torch.optim.SGD, options, lr=0.1)[0]
 
 
 def model():

@@ -1,11 +1,12 @@
 """Whether ranks still hold the same: what every rank has in full must be equal bit for bit.
 
 Checked are parameters and buffers that are not sharded, and the optimizer's state of what each rank updates in full:
-one all-gather of a CRC-32 of each tensor, whose bytes the host reads.
+one all-gather of the CRC-32 of each tensor, whose bytes the host reads.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from jaxddp.processes.replicas import ReplicaError
 from jaxddp.processes.watchdog import begin_step, end_step
 
-from .agreement import group_device
+from .agreement import gather_texts
 from .checkpoint.rank_state import RankState
 from .train import Trainer
 
@@ -27,23 +28,19 @@ def check_replicas(trainer: Trainer) -> None:
     Raises:
         ReplicaError: If ranks differ, on every rank.
     """
+    if not dist.is_initialized():
+        return
     whole = {name: one for name, (one, cut) in RankState.of(trainer).held().items() if cut is None}
-    held = {name: one for name, one in whole.items() if isinstance(one, torch.Tensor) and one.numel()}
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not held:
-        return
+    sums = {name: _checksum(one) for name, one in whole.items() if isinstance(one, torch.Tensor) and one.numel()}
     begin_step(is_call=True)
-    mine = torch.tensor([_checksum(tensor) for tensor in held.values()], device=group_device())
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    sums = torch.stack(gathered).cpu()  # [num_ranks, num_tensors]
-    differing = [place for place in range(len(held)) if len(set(sums[:, place].tolist())) > 1]
+    of_ranks = [json.loads(text) for text in gather_texts(json.dumps(sums))]
     end_step()
-    if not differing:
-        return
-    name, of_ranks = list(held)[differing[0]], sums[:, differing[0]].tolist()
-    ((most, _),) = Counter(of_ranks).most_common(1)
-    ranks = tuple(rank for rank, checksum in enumerate(of_ranks) if checksum != most)
-    raise ReplicaError(name, ranks, len(differing) - 1, trainer.num_steps)
+    differing = [name for name in sums if len({one.get(name) for one in of_ranks}) > 1]
+    if differing:
+        found = [one.get(differing[0]) for one in of_ranks]
+        ((most, _),) = Counter(found).most_common(1)
+        ranks = tuple(rank for rank, checksum in enumerate(found) if checksum != most)
+        raise ReplicaError(differing[0], ranks, len(differing) - 1, trainer.num_steps)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.passes_test import strategy_of
+from torchref.registry import make_training
 from torchref.replicas import ReplicaError, _checksum, check_replicas
 
 
 def trainer_of(strategy):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    net, optimizer = strategy_of(strategy, module, torch.optim.Adam, lr=0.1)
+    net, optimizer = make_training(strategy, module, torch.optim.Adam, {}, lr=0.1)
     return torchref.Trainer(lambda net, batch: net(batch["x"]).square().mean(), optimizer, net)
 
 

@@ -166,7 +166,7 @@ class DataParallel(nn.Module, abc.ABC):
         self.discard_pass()
 
     def discard_pass(self) -> None:
-        """Discards a backward pass that was never finished, whatever has happened to the parameters since."""
+        """As ``on_train_batch_start``, whatever has happened to the parameters since."""
         for name in self._sent:
             self._trained[name].grad = None
         self.drop_reductions()
@@ -213,7 +213,7 @@ class DataParallel(nn.Module, abc.ABC):
             end_step()
 
     def grad_norm(self) -> torch.Tensor:
-        """Computes the global norm of the gradients; call it on every rank, after the synchronisation."""
+        """The global norm of the gradients; call it on every rank, after the synchronisation."""
         self._check_finished()
         return global_norm(*self.gradients(), self.process_group)
 

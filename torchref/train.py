@@ -98,8 +98,10 @@ class Trainer:
         is_finite = self.nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm))  # waits for a GPU
         if divisor and is_finite:
             self.optimizer.step()
-        if weight is None:  # after the update, which must not wait for a GPU
-            self._check_rows(of_ranks)
+        if weight is None:  # the mean of means would be another; after the update, which must not wait for a GPU
+            fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
+            if fault and self._parallel is not None:
+                refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         is_skipped = bool(divisor) and not is_finite
         if is_skipped and self.nonfinite == "raise":
@@ -159,12 +161,6 @@ class Trainer:
         if self.max_grad_norm is not None:
             clip_to_norm_(grads, norm, self.max_grad_norm)
         return norm
-
-    def _check_rows(self, of_ranks: torch.Tensor) -> None:
-        """Refuses ranks of unequally many examples, whose mean of means would be another."""
-        fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
-        if fault and self._parallel is not None:
-            refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
 
 
 def local_rows(batch: Batch, index: int, num_parts: int) -> Any:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from torchref.passes_test import strategy_of
+from torchref.registry import make_training
 from torchref.train import local_rows
 
 
@@ -133,7 +133,7 @@ def steps_with_nan(strategy, nonfinite, is_nan):
     """What each step said, and whether it changed nothing; rank 1's rows alone hold NaN, in the steps that say so."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    net, optimizer = strategy_of(strategy, module, torch.optim.Adam, lr=0.1)
+    net, optimizer = make_training(strategy, module, torch.optim.Adam, {}, lr=0.1)
     state = (net.optimizer if net.owns_optimizer else optimizer).state
     trainer = torchref.Trainer(lambda net, batch: net(batch["x"]).square().mean(), optimizer, net, nonfinite=nonfinite)
 

@@ -5,8 +5,8 @@ A checkpoint does not depend on the ranks: it holds every tensor in full, in its
 (``jaxddp/checkpoint/folder.py``). Options of the optimizer's groups, such as a learning rate, are not saved: they are
 those of the optimizer that restores.
 
-Assumption: rank 0's host has memory for the whole state while it is written. No device holds more than one whole tensor
-beside its shards, and a rank that restores maps the file into memory.
+Assumption: rank 0's host has memory for the whole state while it is written. No device holds more than one whole
+tensor beside its shards.
 """
 
 from __future__ import annotations

@@ -96,11 +96,8 @@ class RankState(NamedTuple):
         for name, (one, cut) in self.held().items():
             if cut is not None:
                 one = gather_whole(one, cut)  # noqa: PLW2901
-            if rank() == 0:
-                on_host = one.detach().cpu() if isinstance(one, torch.Tensor) else one
-                # All of a storage would be written.
-                is_part = isinstance(one, torch.Tensor) and on_host.untyped_storage().nbytes() > on_host.nbytes
-                whole[name] = on_host.clone() if is_part else on_host
+            if rank() == 0:  # copied, or all of a storage would be written
+                whole[name] = one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one
         return whole
 
     @property

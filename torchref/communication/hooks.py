@@ -1,8 +1,7 @@
 """Communication hooks: how ``BucketedDDP`` sums a bucket over ranks, as in PyTorch's DDP.
 
 A hook is a function ``(buffer, group) -> the buffer's sum over the ranks of the group``, of the same shape and dtype,
-without state. It may return ``(total, work)`` instead: then ``total`` holds the sum once ``work.wait()`` returns. What
-it communicates is read off a call without communication, so the plan lists it.
+without state. It may return ``(total, work)`` instead: then ``total`` holds the sum once ``work.wait()`` returns.
 
 ========== ============================== ==============================================================
 hook       n elements are sent as         what is lost

@@ -1,10 +1,4 @@
-"""Data parallelism with replicated parameters: four strategies, from the simplest to the one to use.
-
-naive.py        one all-reduce per parameter, after the backward
-flat.py         one all-reduce of everything, after the backward
-overlapped.py   one all-reduce per parameter, during the backward
-bucketed.py     one all-reduce per bucket, during the backward
-"""
+"""Data parallelism with replicated parameters: four strategies, from the simplest to the one to use."""
 
 from .bucketed import BucketedDDP as BucketedDDP
 from .flat import FlatDDP as FlatDDP

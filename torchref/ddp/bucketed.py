@@ -30,9 +30,7 @@ class BucketedDDP(Replicated):
 
         Args:
             module: What to train.
-            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four
-                times as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
-                ``plan_all_reduces``.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Another name of ``bucket_mb``.
             **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``.

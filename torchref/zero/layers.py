@@ -1,14 +1,11 @@
 """Units: modules whose parameters are full only while they are used.
 
-    before the forward   module.weight = Gather(shards)                 the graph saves how to gather again
-    after                module.weight = shard again
-    in the backward      gathered when first needed, dropped when the unit's gradients are reduced
-
     forward   full [shape] = unpack(all-gather of [width])              in the compute dtype
     backward  shard.grad  += row r of the sum over ranks of d full      in the parameter's dtype
 
 In place of a full tensor or a view of one, autograd saves which part of which tensor it was, and the backward gathers
-the unit again when it needs that: not for an embedding, nor for a first layer whose input needs no gradient.
+the unit again when it needs that: not for an embedding, nor for a first layer whose input needs no gradient. What was
+gathered is dropped when the unit's gradients are reduced.
 
 Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
 added to ``shard.grad`` when it arrives. Changes of the full tensors in place, which would be lost, are refused after

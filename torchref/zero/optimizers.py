@@ -21,11 +21,7 @@ _ELEMENTWISE = {
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) -> None:
-    """Refuses an optimizer that may update shards differently from full parameters, by a ValueError.
-
-    It must be one of torch's that are element-wise, with no more than ``num_own_hooks`` hooks around its step, or say
-    ``elementwise = True``.
-    """
+    """Refuses by a ValueError what is no element-wise optimizer of torch's, has other hooks, and does not say it is."""
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     is_torchs = type(optimizer) in _ELEMENTWISE and len(hooks) <= num_own_hooks
     if not is_torchs and getattr(optimizer, "elementwise", False) is not True:
@@ -37,11 +33,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) 
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Lists parameter groups, whose ``"params"`` are lists without repetition.
-
-    ``params`` are as torch's optimizers take them: parameters, named or not, or groups of them with options. Raises a
-    TypeError if they are in a set.
-    """
+    """Lists the parameter groups of what torch's optimizers take; a TypeError if parameters are in a set."""
     given = _listed(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return [{**group, "params": _listed(group["params"])} for group in groups]
@@ -82,10 +74,7 @@ def mark_state_dicts(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Describes what must be alike on every rank: the class, the groups and their options.
-
-    ``names`` are those of the parameters, by id; they are not described if None.
-    """
+    """What must be alike on every rank: class, groups and options, and parameters if their names are given, by id."""
     alike: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         if names is not None:

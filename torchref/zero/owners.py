@@ -1,8 +1,7 @@
 """Optimizer state sharded by whole parameters: one rank owns, updates and then broadcasts each of them.
 
-The simplest reading of ZeRO stage 1. The gradients are already averaged by a strategy in ``ddp/``; only the optimizer
-changes, and any that updates parameters one by one will do. It sends 1.5 times as much as ``ZeRO1``, and balances the
-ranks only as well as whole parameters allow.
+The simplest reading of ZeRO stage 1: the gradients are already averaged by a strategy in ``ddp/``. It sends 1.5 times
+as much as ``ZeRO1``, and balances the ranks only as well as whole parameters allow.
 
     p = optimizer(g, state[r], p)      of parameters that rank r owns
     p = broadcast from its owner       of every parameter

@@ -11,7 +11,7 @@ holds 1/N of everything, the unit that is running, and the parameters of other m
 
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
 
-The forward and the backward wait for each gather. Up to two reduce-scatters are in flight during the backward.
+The forward and the backward wait for each gather. Up to two reduce-scatters are in flight.
 """
 
 from __future__ import annotations
@@ -74,12 +74,9 @@ class FSDP(Replicated):
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, a module is compiled, or as ``BucketedDDP``.
+                or changes its weights itself, or as ``BucketedDDP``.
         """
         check_module(module)
-        for name, one in module.named_modules():
-            if one._compiled_call_impl is not None or "_orig_mod" in one._modules:
-                raise ValueError(f"module {name!r} is compiled, and compiled programs take no shards: use BucketedDDP")
         self._bucket_mb, self.compute_dtype = bucket_mb, compute_dtype
         self._to_shard = _find_units(module, shard_types)
         ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}

@@ -35,11 +35,10 @@ from .optimizers import Params, as_groups, check_elementwise, describe_optimizer
 class ZeRO1(DataParallel):
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
-    It owns the optimizer: after ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper.
-    Until the synchronisation the module's gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in
-    their place up to the next backward, and the averaged ones belong to the shards in ``optimizer.param_groups``.
-    Where it is cleared, as by ``zero_grad`` of the module or of a part of it, so is the averaged one. Clip with
-    ``clip_grad_norm_`` of the wrapper.
+    After ``finish_gradient_synchronization`` call ``step`` and ``zero_grad`` of the wrapper. Until then the module's
+    gradients are this rank's local ones. Afterwards ``SpentGradient`` stands in their place up to the next backward,
+    and the averaged ones belong to the shards in ``optimizer.param_groups``. Where it is cleared, as by ``zero_grad``
+    of a part of the module, so is the averaged one. Clip with ``clip_grad_norm_`` of the wrapper.
 
     Attributes:
         optimizer: Over this rank's shards, one for each parameter. A schedule drives it. Each rank saves and loads the

@@ -9,7 +9,7 @@ from torch import nn
 import torchref
 from jaxddp.communication.buckets import chunk_elements
 from torchref.communication.collectives import record
-from torchref.passes_test import strategy_of
+from torchref.registry import make_training
 from torchref.train import local_rows
 
 NUM_STEPS = 4
@@ -65,7 +65,7 @@ def rows(batch):
 def wrap(name, module, optimizer="adamw", **options):
     """The wrapped module, and what takes its steps."""
     cls, hyper = OPTIMIZERS[optimizer]
-    return strategy_of(name, module, cls, {"bucket_mb": BUCKET_MB} | options, **hyper)
+    return make_training(name, module, cls, {"bucket_mb": BUCKET_MB} | options, **hyper)
 
 
 def furthest(net, expected):
