@@ -215,6 +215,13 @@ def passes_beside(name):
     tx.step()
     check_weights(net, expected(0))
 
+    net, tx, x = wrapped(name)  # a backward within another
+    hidden = net.module[1](net.module[0](x))
+    checkpoint(net.module[2], hidden, use_reentrant=True).square().sum().backward()
+    net.finish_gradient_synchronization()
+    tx.step()
+    check_weights(net, expected(0))
+
     net, _, x = wrapped(name)  # in place of no_sync
     net.require_backward_grad_sync = False
     with record() as issued:
@@ -275,82 +282,11 @@ def test_it_is_right_or_refused(ranks, name, check):
     ranks.run(check, name, num_ranks=2)
 
 
-# A backward within another
-
-
-class Recomputed(torch.autograd.Function):
-    """Computes a layer again in the backward, which calls backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.layer(x)
-        y.backward(grad)
-        return x.grad, None
-
-
-class Blocks(nn.Module):
-    """Blocks whose backward is one within another, in two ways, or a plain one."""
-
-    def __init__(self, within):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.within = nn.Linear(3, 3), within
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-        self.double()
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            if self.within == "checkpoint":
-                x = checkpoint(block, x, use_reentrant=True)
-            elif self.within == "function":
-                x = Recomputed.apply(x, block)
-            else:
-                x = block(x)
-            x = torch.tanh(x)
-        return x
-
-
-def backward_within(name):
-    """It sends what a plain backward does, and trains alike."""
-    alone = Blocks("")
-    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 4, 3)
-    (loss(alone, x) / 2).backward()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    counts = []
-    for within in ("", "checkpoint", "function"):
-        net = wrap(name, Blocks(within))
-        tx = optimizer_of(net)
-        with record() as issued:
-            loss(net, x[dist.get_rank()]).backward()
-            net.finish_gradient_synchronization()
-        counts.append(sorted(kind for kind, _ in issued if kind != "all-gather"))
-        tx.step()
-        found = net.gather_full_params()
-        # float64: the order of sums
-        assert all((found[key] - right).abs().max() <= 1e-12 for key, right in alone.named_parameters())
-    assert counts == [counts[0]] * 3 and counts[0]
-
-
 def twice_in_reentrant_checkpoints():
     net = torchref.BucketedDDP(model())
     x = rows(dist.get_rank()).requires_grad_()
     halves = [checkpoint(net, half, use_reentrant=True) for half in x.chunk(2)]
     assert refused(sum(half.square().sum() for half in halves).backward, "computed twice", "use_reentrant=False")
-
-
-@wrappers
-def test_a_backward_within_another_communicates_once(ranks, name):
-    ranks.run(backward_within, name, num_ranks=2)
 
 
 def test_what_reentrant_checkpoints_compute_twice_is_refused(ranks):
