@@ -123,14 +123,9 @@ def in_two_groups():
     groups = [{"params": module.parameters()}, {"params": [module[0].bias]}]
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         torchref.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        torchref.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=-1)
-    for params in (set(module.parameters()), [{"params": set(module.parameters())}]):
-        with pytest.raises(TypeError, match=r"params \(=set\) must be a list"):
+    for params in (set(module.parameters()), [{"params": frozenset(module.parameters())}]):
+        with pytest.raises(TypeError, match=r"params \(=(frozen)?set\) must be a list"):
             torchref.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
-    optimizer = torchref.ShardedOptimizer(module[0].parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=r"params \(=frozenset\) must be a list"):
-        optimizer.add_param_group({"params": frozenset(module[2].parameters())})
 
 
 # In the test process
