@@ -234,12 +234,7 @@ def test_nccl_needs_a_device_per_rank(monkeypatch):
             init_from_env("nccl")
 
 
-def test_init_from_env_refuses_half_a_job_and_names_a_coordinator_that_does_not_answer(monkeypatch):
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="^WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as RANK is"):
-        init_from_env()
+def test_init_from_env_names_a_coordinator_that_does_not_answer():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -102,12 +102,10 @@ def save_on_full_disk(checkpoints, trainer):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def error_of_place(folder, kind):
-    """Each rank has a folder of its own, of which one or both hold checkpoints; or positions differ."""
+def error_of_place(folder):
+    """Each rank has a folder of its own, of which one or both hold checkpoints."""
     trainer = trainer_of("zero1")
-    with Checkpoints(Path(folder) / str(dist.get_rank()) if kind == "apart" else folder) as checkpoints:
-        if kind == "positions":
-            return refused(lambda: checkpoints.save(trainer, 1, data_position=dist.get_rank()))
+    with Checkpoints(Path(folder) / str(dist.get_rank())) as checkpoints:
         found = []
         said = refused(lambda: found.extend((checkpoints.latest_step(), checkpoints.restore(trainer))))
         return said or found
@@ -126,8 +124,10 @@ def error_of_trainer(folder, kind):
         net = torchref.BucketedDDP(module)
         optimizer = torch.optim.SGD([*net.parameters(), outside], lr=0.1)
     else:
-        net, optimizer = module, torch.optim.SGD(module.parameters(), lr=0.1)
-    return refused(lambda: Checkpoints(folder).save(torchref.Trainer(loss_fn, optimizer, net), 1))
+        net = torchref.BucketedDDP(module) if kind == "positions" else module
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer, position = torchref.Trainer(loss_fn, optimizer, net), dist.get_rank() if kind == "positions" else 0
+    return refused(lambda: Checkpoints(folder).save(trainer, 1, data_position=position))
 
 
 def keep_bfloat16(folder):
@@ -219,22 +219,17 @@ def test_rank_0_decides_what_is_restored_and_a_rank_that_cannot_read_it_is_named
     theirs.mkdir()
     where = f"checkpoint of step {SAVED_AT} in '{theirs}'"
     not_there = f"rank 1: no {where}: there are none"
-    assert ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2) == [not_there] * 2
+    assert ranks.run(error_of_place, str(tmp_path), num_ranks=2) == [not_there] * 2
     ranks.run(train_and_save, str(theirs), "zero1", {}, num_ranks=1)
     (theirs / str(SAVED_AT) / "state.pt").write_bytes(b"")
     damaged = f"rank 1: {where} is damaged or half-written: remove it to go on from an older one"
-    assert ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2) == [damaged] * 2
+    assert ranks.run(error_of_place, str(tmp_path), num_ranks=2) == [damaged] * 2
     shutil.rmtree(theirs)
     shutil.copytree(mine, theirs)
     shutil.copytree(mine / str(SAVED_AT), mine / "7")  # rank 0's newest is that of another step, and stands alone
     (mine / "7" / "about.json").write_text("{")
-    one = ranks.run(error_of_place, str(tmp_path), "apart", num_ranks=2)
+    one = ranks.run(error_of_place, str(tmp_path), num_ranks=2)
     assert one == [[7, (SAVED_AT, {"examples": 36})]] * 2
-
-
-def test_positions_that_differ_are_refused(ranks, tmp_path):
-    found = ranks.run(error_of_place, str(tmp_path / "one"), "positions", num_ranks=2)
-    assert found == ["data_position (=1 in rank 1) must be 0, as in rank 0"] * 2
 
 
 @pytest.mark.parametrize(
@@ -243,6 +238,7 @@ def test_positions_that_differ_are_refused(ranks, tmp_path):
         ("ZeroRedundancyOptimizer", "optimizer (=ZeroRedundancyOptimizer) must not keep a rank's state on that rank"),
         ("outside", "optimizer must update parameters of the module alone: others would not be saved"),
         ("apart", "net (=Linear on 1 ranks) must train on all 2 of the job"),
+        ("positions", "data_position (=1 in rank 1) must be 0, as in rank 0"),
     ],
 )
 def test_state_that_would_be_lost_is_refused(ranks, tmp_path, kind, expected):
