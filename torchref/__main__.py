@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from jaxddp.cli.parser import run_command
 
-from .cli import train as train_cli
+from .cli import train_program
 
-COMMANDS = (train_cli,)
+COMMANDS = (train_program,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,10 +17,7 @@ from jaxddp.processes.roll_call import disagreement
 
 
 def check_alike(alike: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Compares entries that must be the same on all ranks, JSON values or what a string tells; every rank calls it.
-
-    If one differs, every rank raises a ValueError that names the first such entry and the ranks.
-    """
+    """Compares entries that must be the same on all ranks; every rank raises a ValueError about the first other one."""
     if dist.get_world_size(group) == 1:
         return
     said = [json.loads(text) for text in gather_texts(json.dumps(dict(alike), default=str), group)]

@@ -60,7 +60,7 @@ def report(message: Any) -> None:
         _send_message(message)
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """Processes that are kept to run functions as ranks again and again; a context manager.
 
     Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
@@ -125,9 +125,6 @@ class RankPool:
     def close(self) -> None:
         """Ends all processes of the pool."""
         self._end(list(self._workers))
-
-    def __enter__(self) -> RankPool:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

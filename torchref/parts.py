@@ -32,8 +32,7 @@ _ELEMENTWISE = set(
     zero minimum sign where equal __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __iadd__
     __isub__ __imul__ __itruediv__""".split()
 )
-_Tensor: Any = torch.Tensor
-_GRAD = _Tensor.grad.__get__
+_GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class PartialGradient(torch.Tensor):

@@ -12,8 +12,6 @@ A strategy is what these methods of a subclass say, and nothing outside of its f
     start_reduction(bucket)                      starts to sum a bucket over ranks: all-reduce or reduce-scatter
     finish_reductions(denominator)               waits, divides, and stores the means where the optimizer reads them
     step()                                       of those that own the optimizer: on shards, then an all-gather
-
-``DataParallel`` decides when: hooks report gradients as the backward finishes them, and buckets start in plan order.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
 from .communication.sharding import Cut, gather_whole
 from .parts import PartialGradient, Shard
-
-_BROADCAST_BYTES = 250 * 2**20  # at a time, as DistributedDataParallel does
 
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
@@ -308,7 +304,7 @@ class DataParallel(nn.Module, abc.ABC):
         buffers = list(self.module.buffers()) if self._broadcasts_buffers else []
         if buffers:  # not counted with the gradients
             group: Any = self.process_group or dist.group.WORLD
-            dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)
+            dist._broadcast_coalesced(group, buffers, 250 * 2**20, 0)  # bytes at a time, as DistributedDataParallel
 
     def _count(self, name: str) -> None:
         if name in self._ready and self.each_microbatch:

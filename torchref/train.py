@@ -26,10 +26,7 @@ from .clipping import clip_to_norm_, global_norm
 from .loss import as_part
 from .strategy import DataParallel
 
-NONFINITE = ("ignore", "raise", "skip")
-
 Batch = Any  # a tensor, or a dictionary, tuple or list of them; dimension 0 of each counts examples
-Loss = Callable[[Any, Any], Any]  # (net, batch) -> scalar or Weighted
 
 
 class Trainer:
@@ -41,7 +38,7 @@ class Trainer:
 
     def __init__(
         self,
-        loss_fn: Loss,
+        loss_fn: Callable[[Any, Any], Any],
         optimizer: Any,
         net: nn.Module,
         *,
@@ -58,9 +55,8 @@ class Trainer:
             num_microbatches: Parts into which the rank's examples are split, in order. Gradients are communicated in
                 the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
-            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite; ranks
-                agree on both, so all do it in the same step. ``"ignore"``: nothing, and it does not wait for them
-                before the update. ``"raise"``: raises before the update. ``"skip"``: does not update.
+            nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, on all
+                ranks: ``"ignore"`` nothing, ``"raise"`` raise before the update, ``"skip"`` not update.
 
         Raises:
             ValueError: If an option is out of range, or does not go with the wrapper.
@@ -69,8 +65,8 @@ class Trainer:
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         self._parallel = net if isinstance(net, DataParallel) else None
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of {', '.join(NONFINITE)}")
+        if nonfinite not in ("ignore", "raise", "skip"):
+            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of ignore, raise, skip")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
         self.max_grad_norm, self.nonfinite, self.num_steps = max_grad_norm, nonfinite, 0
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
@@ -118,27 +114,20 @@ class Trainer:
                 self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)
-        totals, weights = [], []
+        parts, weights = [], []
         for index in range(self.num_microbatches):
             is_last = index == self.num_microbatches - 1
             with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
-                total, weight = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
-                total.backward()
-            totals.append(total.detach())
-            weights.append(weight)
-        return self._sum_parts(totals, [one for one in weights if one is not None], _num_rows(batch))
-
-    def _sum_parts(
-        self, parts: list[torch.Tensor], weights: list[torch.Tensor], rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Sums totals and weights over micro-batches and ranks, in one all-reduce; and the examples of each rank."""
-        totals = torch.stack(parts)
-        total = totals.to(torch.promote_types(totals.dtype, torch.float32)).sum()
-        weight = torch.stack([one.to(total) for one in weights]) if weights else torch.zeros_like(total)
-        weight = torch.where(weight < 0, math.nan, weight).sum()  # a negative one is found on all ranks
-        sums = torch.cat([torch.stack([total, weight]), total.new_zeros(self.num_ranks)])
+                part, weight = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
+                part.backward()
+            parts.append(part.detach())
+            weights += [] if weight is None else [weight]
+        total = torch.stack(parts).to(torch.promote_types(parts[0].dtype, torch.float32)).sum()
+        found = torch.stack([one.to(total) for one in weights]) if weights else torch.zeros_like(total)
+        found = torch.where(found < 0, math.nan, found).sum()  # a negative one is found on all ranks
+        sums = torch.cat([torch.stack([total, found]), total.new_zeros(self.num_ranks)])
         if self._parallel is not None and self.num_ranks > 1:
-            sums[2 + dist.get_rank(self._parallel.process_group)] = rows
+            sums[2 + dist.get_rank(self._parallel.process_group)] = _num_rows(batch)
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
         return sums[0], sums[1] if weights else None, sums[2:]
 

@@ -73,7 +73,11 @@ class Checkpoints(CheckpointFolder):
 
         def write() -> None:
             refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])
-            self._write(place | held.about, lambda folder: _save(whole, folder / _FILE))
+            self._write(place | held.about, save)
+
+        def save(folder: Path) -> None:
+            with (folder / _FILE).open("xb") as file:  # whose errors are the system's
+                torch.save(whole, file)
 
         self._on_first(write)
 
@@ -135,8 +139,3 @@ class Checkpoints(CheckpointFolder):
         if rank() == 0 and num_ranks() > 1:
             begin_step(is_call=True)
             end_step()
-
-
-def _save(whole: dict[str, Any], path: Path) -> None:
-    with path.open("xb") as file:  # whose errors are the system's
-        torch.save(whole, file)

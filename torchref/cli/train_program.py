@@ -1,12 +1,11 @@
-"""The program of ``python -m torchref train``: a language model of bytes, trained data-parallel.
-
-The twin of ``jaxddp/cli/train_program.py``. A rank is a process.
-"""
+"""``python -m torchref train``: trains a language model of bytes, as ``python -m jaxddp train`` does."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.checkpoint.weights import load_weights
-from jaxddp.cli.train import StepReport, TrainOptions, resume, take_steps
-from jaxddp.processes.job import find_job
+from jaxddp.cli import train as command
+from jaxddp.cli.launch import launch
+from jaxddp.processes.job import find_job, visible_gpus
 from jaxddp.processes.watchdog import begin_step, end_step
 from jaxddp.training.data import Batch, Corpus
 
@@ -31,11 +31,34 @@ from ..strategy import DataParallel
 from ..train import Trainer, local_rows
 
 
-def train(
-    options: TrainOptions,
-    say: Callable[[str], None] = lambda line: None,
-    on_step: Callable[[StepReport], None] = lambda report: None,
-) -> list[StepReport]:
+def add_parser(commands: Any) -> None:
+    """Adds the command ``train`` to argparse's subparsers."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level language model, and show what was communicated",
+        description="Train a byte-level language model with data parallelism. Without --data the text is the Python "
+        "standard library's own source. A rank is a process: those of the job under torchrun, srun or mpirun, else as "
+        "many as --devices or --processes asks for, on this machine's GPUs or over Gloo on its CPU.",
+        allow_abbrev=False,
+    )
+    command.add_flags(parser, without=["compute_dtype"])
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int | None:
+    """Trains; outside a job it starts the processes of one, and gives the launcher's exit status."""
+    options = command.options_of(arguments)
+    if None not in (options.devices, options.processes) and options.devices != options.processes:
+        raise ValueError(f"devices (={options.devices}) must be processes (={options.processes}): a rank is a process")
+    if find_job() is None:
+        num_ranks = options.devices or options.processes or len(visible_gpus()) or command.DEFAULT_SIMULATED_DEVICES
+        return launch(["-m", "torchref", *sys.argv[1:]], num_ranks, max_restarts=options.max_restarts)
+    train(options, command.say_on_first())
+    dist.destroy_process_group()
+    return None
+
+
+def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[command.StepReport]:
     """Trains a language model; arguments, what it returns and raises are those of ``jaxddp``'s."""
     corpus = Corpus(options.data, context=options.config.context)
     job = find_job()
@@ -61,10 +84,10 @@ def train(
     training = _Training(trainer)
     opened = None if options.checkpoint is None else Checkpoints(options.checkpoint, warn=say)
     with opened or contextlib.nullcontext() as folder:
-        num_batches = resume(options, corpus, training, folder, say)
+        num_batches = command.resume(options, corpus, training, folder, say)
         if training.num_steps >= options.steps:
             return []
-        progress = take_steps(options, corpus, training, folder, num_batches, say, on_step)
+        progress = command.take_steps(options, corpus, training, folder, num_batches, say, lambda report: None)
     planned = net.planned_collectives(num_microbatches=options.microbatches)
     for line in progress.summary(planned, [(one.kind, one.num_bytes) for one in training.issued], "issued"):
         say(line)
@@ -119,7 +142,7 @@ class _Training:
         return folder.restore(self._trainer)[1]
 
 
-def wrap(options: TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
+def wrap(options: command.TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
     """The module under its strategy, and what takes its steps; a ValueError if there is no such one, or no buckets."""
     cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
     strategy = STRATEGIES.get(options.strategy)

@@ -8,8 +8,8 @@ N is the number of ranks, S the bytes of the full tensor:
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one `collectives.send_recv`, waited for before the next; one rank sends nothing. Sums are formed in ring
-order and in the dtype of the tensor. All three return a new tensor and leave their input as it was.
+Each send is waited for before the next. Sums are formed in ring order, in the dtype of the tensor. All three return a
+new tensor.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A tensor of n elements is flattened and padded with zeros to N chunks of c = ceil(n / N), where jaxddp cuts along a
 dimension if it can; the bytes are the same. A shard has as many dimensions as its tensor, and at least one, so that
-parameter groups chosen by ``p.dim()`` are the same on shards: ``[1, c]`` of a matrix.
-
-Shards of several tensors travel together: row r of a bucket's buffer ``[N, width]`` holds those of rank r.
+parameter groups chosen by ``p.dim()`` are the same on shards: ``[1, c]`` of a matrix. Row r of a bucket's buffer
+``[N, width]`` holds the shards of rank r.
 """
 
 from __future__ import annotations

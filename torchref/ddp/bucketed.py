@@ -33,10 +33,7 @@ class BucketedDDP(Replicated):
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
             rule: When a bucket closes; see ``plan_buckets``.
             bucket_size_mb: Another name of ``bucket_mb``.
-            **options: Of ``Replicated`` and ``DataParallel``: ``hook``, ``process_group``.
-
-        Raises:
-            ValueError: If a cap or the rule is out of range, both names of the cap are given, or as ``DataParallel``.
+            **options: Of ``Replicated`` and ``DataParallel``.
         """
         if "default" not in (bucket_mb, bucket_size_mb):
             raise ValueError(f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one: give one")

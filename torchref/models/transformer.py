@@ -43,10 +43,6 @@ def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _rms_norm(width: int) -> nn.RMSNorm:
-    return nn.RMSNorm(width, eps=NORM_EPS)
-
-
 class Attention(nn.Module):
     """Causal self-attention over ``num_heads`` heads with rotary positions."""
 
@@ -88,9 +84,9 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.attention_norm = _rms_norm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.attention = Attention(config)
-        self.mlp_norm = _rms_norm(config.width)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.mlp = FeedForward(config)
 
     def forward(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -108,7 +104,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab, config.width)
         nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
-        self.norm = _rms_norm(config.width)
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.head = _linear(config.width, config.vocab)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ The twin of ``jaxddp/zero/stages_1_and_2.py``, which counts the bytes. Each rank
     p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
-Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
-micro-batch and adds up shards: 1/N of the gradients and the two buckets in flight, for A reduce-scatters.
+Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduces those of each and adds up
+shards: 1/N of the gradients and the two buckets in flight.
 """
 
 from __future__ import annotations
