@@ -1,12 +1,12 @@
 """Ranks as processes: results, messages, and every way to end. Ranks import the functions at the top by name."""
 
+import operator
 import os
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -39,10 +39,6 @@ def settings():
     return torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 
 
-def double(tensor):
-    return tensor * 2
-
-
 def raise_on(rank):
     if dist.get_rank() == rank:
         raise ValueError("no such thing\nand more about it")
@@ -57,24 +53,11 @@ def die_with_a_forked_child():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def join_the_group_that_the_environment_describes(port):
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with mock.patch("torchref.launch.watch"):  # its thread would outlive the job
-        device = init_from_env("gloo")
-    return rank_and_size(), str(device)
-
-
 def report_and_wait():
     report(os.getpid())
     if dist.get_rank() == 0:
         dist.barrier()  # forever: the others sleep
     time.sleep(60)
-
-
-def cannot_be_pickled():
-    return threading.Lock()
 
 
 def report_until(path):
@@ -102,7 +85,7 @@ def test_results_are_in_rank_order_from_processes_that_stay(ranks):
         expected = [(rank, num_ranks, total) for rank in range(num_ranks)]
         assert ranks.run(rank_and_size, 10, num_ranks=num_ranks) == expected
     tensor = torch.arange(5, dtype=torch.bfloat16, requires_grad=True)
-    for result in ranks.run(double, tensor, num_ranks=2):
+    for result in ranks.run(operator.mul, tensor, 2, num_ranks=2):
         assert torch.equal(result, tensor * 2)
     assert ranks.run(dist.destroy_process_group, num_ranks=2) == [None, None]
     assert ranks.run(os.getpid, num_ranks=2) == first[:2]
@@ -133,7 +116,7 @@ def test_an_error_in_a_rank_ends_the_others_and_shows_its_traceback(ranks):
     assert lines[0] == "rank 1 of 2 failed: ValueError: no such thing"
     assert '    raise ValueError("no such thing\\nand more about it")' in lines
     with pytest.raises(RankError, match=r"^rank 0 of 1 failed: TypeError: cannot pickle '_thread.lock' object"):
-        ranks.run(cannot_be_pickled, num_ranks=1)
+        ranks.run(threading.Lock, num_ranks=1)
 
 
 def test_a_rank_that_dies_is_noticed_at_once(ranks):
@@ -240,11 +223,3 @@ def test_init_from_env_names_a_coordinator_that_does_not_answer():
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"^coordinator {address} of process 0 must answer within 0.2 s: "):
             init_from_env("gloo", address, 2, 1, timeout_s=0.2)
-
-
-def test_init_from_env_joins_the_group_that_the_environment_describes(ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = ranks.run(join_the_group_that_the_environment_describes, port, num_ranks=2)
-    assert results == [((0, 2, 1), "cpu"), ((1, 2, 1), "cpu")]

@@ -13,11 +13,6 @@ def test_rotary_tables_are_the_float64_ones_rounded_once(dtype):
         assert torch.equal(table, exact.to(dtype))
 
 
-def test_a_sequence_longer_than_the_context_is_refused():
-    with pytest.raises(ValueError, match=r"^sequence length \(=17\) must be at most context \(=16\)$"):
-        Transformer(SIZES["tiny"])(torch.zeros(1, 17, dtype=torch.int64))
-
-
 def test_tables_made_in_inference_mode_serve_in_training():
     rotary_tables.cache_clear()
     model, tokens = Transformer(SIZES["tiny"]), torch.zeros(2, 8, dtype=torch.int64)
