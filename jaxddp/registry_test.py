@@ -59,13 +59,14 @@ class FixedDDP(Replicated):
         return plan_buckets(tensors, 0.001)
 """
 TORCH_SCRIPT = """
-import sys
+import importlib, sys
 
+import torch
 import torchref.ddp
+import torchref.registry
 
 torchref.ddp.__path__.append(sys.argv[1])
-import torch
-import torchref
+importlib.reload(torchref.registry)
 from torchref.__main__ import main
 from torchref.launch import init_from_env
 
