@@ -40,12 +40,7 @@ from jaxddp.processes.watchdog import watch
 
 _T = TypeVar("_T")
 
-_START_TIMEOUT_S = 300.0
 _LEAVE_TIMEOUT_S = 20.0
-_LAST_TENSORS_S = 0.2
-_OTHER_FAILURES_S = 0.1
-_TRACEBACK_S = 2.0
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
 
@@ -109,7 +104,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 self._end([rank for rank, worker in self._workers.items() if not worker.process.is_alive()])
                 missing = [rank for rank in ranks if rank not in self._workers]
                 self._workers |= {rank: _Worker(rank, self._backend, self._prepare) for rank in missing}
-                self._collect(missing, _START_TIMEOUT_S)
+                self._collect(missing, timeout_s=300.0)
                 self._send(ranks, (len(ranks), f"{folder}/store", timeout_s, payload))
                 results = self._collect(ranks, timeout_s, on_message)
                 self._send(ranks, None)  # no rank leaves the group while another may still need it
@@ -141,7 +136,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         heard_s = time.monotonic()
         while waiting := {rank: self._workers[rank] for rank in ranks if rank not in results}:
             if has_failed := bool(failures):  # one often causes others, which may arrive first: the earliest is it
-                time.sleep(_OTHER_FAILURES_S)
+                time.sleep(0.1)
             else:  # not for long: processes forked by a dead rank can keep both of its sources open
                 sources = [source for one in waiting.values() for source in (one.pipe, one.process.sentinel)]
                 connection.wait(sources, 0.2)
@@ -161,7 +156,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 late = [rank for rank in waiting if rank not in results]
                 for rank in late:
                     self._workers[rank].process.terminate()  # and say on stderr where each of its threads is
-                    self._workers[rank].process.join(_TRACEBACK_S)
+                    self._workers[rank].process.join(timeout=2.0)
                 which = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {len(ranks)}"
                 raise RankError(f"{which} did not finish or report within timeout_s (={timeout_s})")
         return [results[rank] for rank in ranks]
@@ -357,7 +352,7 @@ def init_from_env(
     if backend == "gloo":
         # Gloo's threads may still hold tensors of the last collective, also after destroy_process_group, and dropping
         # one needs the interpreter, which aborts the process where it has begun to end (pytorch#179291).
-        atexit.register(time.sleep, _LAST_TENSORS_S)
+        atexit.register(time.sleep, 0.2)
     if job.process_id == 0:
         kind = torch.cuda.get_device_name(device) if backend == "nccl" else "CPU device"
         print_line(f"torchref: {job.describe(f'1 x {kind}')}")
@@ -389,7 +384,7 @@ def _use_gloo_at(address: str | None) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
                 if socket.inet_ntoa(found[20:24]) == address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 

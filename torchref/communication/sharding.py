@@ -21,8 +21,6 @@ from jaxddp.communication.buckets import Bucket, bucket_width, chunk_elements, d
 
 from .collectives import all_gather
 
-_MAX_IN_FLIGHT = 2  # because their buffers must stay allocated
-
 
 class Cut(NamedTuple):
     """How a tensor of ``shape`` is cut.
@@ -103,7 +101,7 @@ class ShardSums:
     def add(self, parts: dict[str, torch.Tensor], work: Any = None, buffer: torch.Tensor | None = None) -> None:
         """Adds what a reduce-scatter of ``buffer`` writes, or what is there already."""
         self._queue.append((work, buffer, parts))
-        self.wait(_MAX_IN_FLIGHT)
+        self.wait(num_left=2)  # no more, because their buffers must stay allocated
 
     def wait(self, num_left: int = 0) -> None:
         """Waits for all but the newest."""

@@ -12,8 +12,7 @@ from torch import nn
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
     linear = nn.Linear(in_features, out_features, bias=False)
-    # The same distribution for every matrix in both packages: N(0, 1 / fan_in).
-    nn.init.normal_(linear.weight, std=in_features**-0.5)
+    nn.init.normal_(linear.weight, std=in_features**-0.5)  # N(0, 1 / fan_in), as of every matrix in both packages
     return linear
 
 
