@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +14,6 @@ from .cases import Case
 
 torch.set_num_threads(1)  # two test processes share the cores, and these models are small
 
-REPORT_FOLDER = Path("runs/parity")
 PAIRS = ("jaxddp - JAX on one device", "torchref - torch on one process", "jaxddp - torchref")
 
 
@@ -63,19 +59,12 @@ def pytest_testnodedown(node) -> None:
     _DIFFERENCES.rows += getattr(node, "workeroutput", {}).get("parity", [])
 
 
-def pytest_terminal_summary(terminalreporter, config) -> None:
+def pytest_terminal_summary(terminalreporter) -> None:
     if not _DIFFERENCES.rows:
         return
-    folder = config.rootpath / REPORT_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    table = _DIFFERENCES.table()
     reasons = sorted({f"{row['atol']:.0e}: {row['reason']}" for row in _DIFFERENCES.rows})
-    title = (
+    terminalreporter.section(
         "largest difference of any weight in 20 steps, from JAX on one device also of optimizer state, loss and norm"
     )
-    (folder / "table.md").write_text("\n".join([f"# {title}", "", *table, "", *(f"- {line}" for line in reasons), ""]))
-    (folder / "cases.json").write_text(json.dumps(_DIFFERENCES.rows, indent=1))
-    terminalreporter.section(title)
-    for line in [*table, *reasons]:
+    for line in [*_DIFFERENCES.table(), *reasons]:
         terminalreporter.write_line(line)
-    terminalreporter.write_line(f"written to {REPORT_FOLDER}/table.md and cases.json")

@@ -9,8 +9,8 @@ import torch
 from flax import nnx
 from torch import nn
 
-import jaxddp.checkpoint.interop
-import torchref.interop
+from jaxddp.checkpoint import interop as in_jax
+from torchref import interop as in_torch
 
 
 class FlaxNet(nnx.Module):
@@ -66,11 +66,11 @@ def test_a_user_defined_network_computes_the_same(direction):
         graph, state = nnx.split(FlaxNet(nnx.Rngs(0)), nnx.Param)
         net = TorchNet().double()
         if direction == "to torch":
-            state = jaxddp.checkpoint.interop.from_numpy(randomised(jaxddp.checkpoint.interop.to_numpy(state)), state)
-            torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(state), net)
+            state = in_jax.from_numpy(randomised(in_jax.to_numpy(state)), state)
+            in_torch.from_numpy(in_jax.to_numpy(state), net)
         else:
-            torchref.interop.from_numpy(randomised(torchref.interop.to_numpy(net)), net)
-            state = jaxddp.checkpoint.interop.from_numpy(net.state_dict(), state)
+            in_torch.from_numpy(randomised(in_torch.to_numpy(net)), net)
+            state = in_jax.from_numpy(net.state_dict(), state)
 
         x = np.random.default_rng(1).normal(size=(3, 4, 9, 7, 2))
         ids = np.asarray([0, 4, 2])
@@ -81,27 +81,15 @@ def test_a_user_defined_network_computes_the_same(direction):
         np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12)
 
 
-def test_round_trip_through_both_packages_is_exact():
-    with jax.enable_x64(True):
-        state = nnx.state(FlaxNet(nnx.Rngs(0)), nnx.Param)
-        arrays = randomised(jaxddp.checkpoint.interop.to_numpy(state))
-        net = torchref.interop.from_numpy(arrays, TorchNet().double())
-        back = jaxddp.checkpoint.interop.to_numpy(
-            jaxddp.checkpoint.interop.from_numpy(torchref.interop.to_numpy(net), state)
-        )
-        assert set(back) == set(arrays) == set(net.state_dict())
-        assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
-
-
 def test_bfloat16_tensors_keep_their_bits():
     bits = np.arange(2**16, dtype=np.uint16)
     values = bits.view(ml_dtypes.bfloat16)
     finite = values[np.isfinite(values.astype(np.float32))]
     module = nn.LayerNorm(len(finite), bias=False).to(torch.bfloat16)
-    torchref.interop.from_numpy({"weight": jnp.asarray(finite)}, module)
+    in_torch.from_numpy({"weight": jnp.asarray(finite)}, module)
     like = {"scale": jax.ShapeDtypeStruct(finite.shape, jnp.bfloat16)}
-    for source in (module.state_dict(), torchref.interop.to_numpy(module)):
-        back = np.asarray(jaxddp.checkpoint.interop.from_numpy(source, like)["scale"])
+    for source in (module.state_dict(), in_torch.to_numpy(module)):
+        back = np.asarray(in_jax.from_numpy(source, like)["scale"])
         assert np.array_equal(back.view(np.uint16), finite.view(np.uint16))
 
 
@@ -117,10 +105,10 @@ def test_a_parameter_that_torch_lists_twice_is_one_leaf_in_jax():
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((7, 2), jnp.float32)}}
     arrays = module.state_dict()
     del arrays["head.weight"]
-    params = jaxddp.checkpoint.interop.from_numpy(arrays, like)
+    params = in_jax.from_numpy(arrays, like)
     assert np.array_equal(params["embed"]["embedding"], module.embed.weight.detach().numpy())
     doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
     before = module.head.weight.detach().clone()
     # It loads without the alias: torch knows that both names are one parameter.
-    torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(doubled), module)
+    in_torch.from_numpy(in_jax.to_numpy(doubled), module)
     assert torch.equal(module.head.weight, 2 * before)

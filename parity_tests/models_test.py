@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import jaxddp.checkpoint.interop
 import jaxddp.models
-import torchref.interop
 import torchref.models
+from jaxddp.checkpoint import interop as in_jax
+from torchref import interop as in_torch
 
 # Float64: the frameworks sum in another order, which costs a few roundings of values near 1.
 ATOL = 1e-12
@@ -35,9 +35,9 @@ def test_same_weights_give_same_loss_and_gradients(name, direction):
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
         module = torchref.models.build(name, seed=2).double()
         if direction == "to torch":
-            torchref.interop.from_numpy(jaxddp.checkpoint.interop.to_numpy(params), module)
+            in_torch.from_numpy(in_jax.to_numpy(params), module)
         else:
-            params = jaxddp.checkpoint.interop.from_numpy(torchref.interop.to_numpy(module), params)
+            params = in_jax.from_numpy(in_torch.to_numpy(module), params)
 
         batch = numpy_batch(name)
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, jax.tree.map(jnp.asarray, batch))
@@ -46,7 +46,7 @@ def test_same_weights_give_same_loss_and_gradients(name, direction):
         assert loss.dtype == jnp.float64 and torch_loss.dtype == torch.float64
         assert abs(float(loss) - torch_loss.item()) < ATOL
 
-        grads = jaxddp.checkpoint.interop.to_numpy(grads)
+        grads = in_jax.to_numpy(grads)
         assert set(grads) == set(module.state_dict())
         for key, parameter in module.named_parameters():
             if key == "frozen.weight":
@@ -71,11 +71,9 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
         module = torchref.models.build(name)
     arrays = {key: jax.ShapeDtypeStruct(tuple(p.shape), np.float32) for key, p in module.named_parameters()}
     params = jaxddp.models.abstract(name)[1]
-    ours = jaxddp.checkpoint.interop._named_leaves(params)
+    ours = in_jax._named_leaves(params)
     shapes = {
-        key: jax.ShapeDtypeStruct(
-            tuple(leaf.shape[dim] for dim in jaxddp.checkpoint.interop._to_torch(path, leaf)), leaf.dtype
-        )
+        key: jax.ShapeDtypeStruct(tuple(leaf.shape[dim] for dim in in_jax._to_torch(path, leaf)), leaf.dtype)
         for key, (path, leaf) in ours.items()
     }
     assert shapes == arrays
@@ -83,8 +81,8 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
 
 @pytest.mark.parametrize("name", ["toy", "toy_tied", "tiny"])
 def test_initial_values_have_the_same_standard_deviation(name):
-    arrays = jaxddp.checkpoint.interop.to_numpy(jaxddp.models.build(name)[1])
-    for key, array in torchref.interop.to_numpy(torchref.models.build(name)).items():
+    arrays = in_jax.to_numpy(jaxddp.models.build(name)[1])
+    for key, array in in_torch.to_numpy(torchref.models.build(name)).items():
         if array.size >= 256:
             # Two samples of at least 256 normal numbers: their standard deviations differ by 6 % at one sigma.
             assert 0.75 < array.std() / arrays[key].std() < 1.33, key
