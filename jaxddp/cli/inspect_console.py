@@ -25,24 +25,20 @@ _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
 def show(inspections: list[Inspection], model: str, folder: Path | None) -> None:
-    """Prints the table and the pictures' folder; ``model`` is a model's name or a dump's file."""
+    """Prints the table and the picture's folder; ``model`` is a model's name or a training's."""
     first = inspections[0]
     print(paragraph(f"{model} on {first.title}"))
     print(paragraph(first.rates))
     # Four significant figures for the longest step.
     digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
     print(f"\n{table(_HEADS, [_cells(each, digits) for each in inspections], left=('check',))}\n")
-    if bound := first.bound:
-        terms = [bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s]
-        step, compute, forward, gradient, all_reduce = _in_ms(terms, digits)
-        print(paragraph(
-            f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
-            f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
-        ))  # fmt: skip
-    if first.target.num_hosts > 1:
-        sent = {each.strategy: [f"{num_bytes / MIB:.1f}" for num_bytes in each.sent_bytes] for each in inspections}
-        sums = ", ".join(f"{name} {within} + {between}" for name, (within, between) in sent.items())
-        print(paragraph(f"A rank sends within its host + to other hosts, MiB: {sums}."))
+    bound = first.bound
+    terms = [bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s]
+    step, compute, forward, gradient, all_reduce = _in_ms(terms, digits)
+    print(paragraph(
+        f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
+        f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
+    ))  # fmt: skip
     chip = first.target.chip
     pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
     print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
@@ -50,7 +46,7 @@ def show(inspections: list[Inspection], model: str, folder: Path | None) -> None
         for note in inspection.notes:
             print(paragraph(f"{inspection.strategy}: {note}"))
     if folder is not None:
-        print(f"\n{folder}: timeline.png, timeline.svg, trace.json (for ui.perfetto.dev)")
+        print(f"\n{folder}: timeline.png")
 
 
 def as_json(inspections: list[Inspection]) -> dict[str, Any]:
@@ -61,21 +57,19 @@ def as_json(inspections: list[Inspection]) -> dict[str, Any]:
 
 def _object(inspection: Inspection) -> dict[str, Any]:
     overlap, simulation = inspection.schedule.overlap(), inspection.simulation
-    bound = inspection.bound
+    network = inspection.network
     return {
         "strategy": inspection.strategy,
         "target": inspection.target.spec,
         "devices": inspection.target.num_devices,
-        "network_gb_per_s": inspection.gb_per_s,
-        "network": network_in_words(inspection.target, inspection.network),
-        "latency_us": inspection.network.latency_us,
+        "network_gb_per_s": network.host_gb_per_s or network.gb_per_s,
+        "network": network_in_words(inspection.target, network),
+        "latency_us": network.latency_us,
         "rates": inspection.rates,
         "product_dtypes": inspection.product_dtypes,
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],
         "as_planned": inspection.as_planned,
-        "sent_bytes_within_host": inspection.sent_bytes[0],
-        "sent_bytes_to_other_hosts": inspection.sent_bytes[1],
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,
@@ -83,14 +77,14 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "compute_ms": simulation.compute_s * 1e3,
         "comm_ms": simulation.communication_s * 1e3,
         "exposed_ms": simulation.exposed_s * 1e3,
-        "lower_bound_ms": None if bound is None else bound.step_s * 1e3,
+        "lower_bound_ms": inspection.bound.step_s * 1e3,
         "memory": inspection.memory,
         "notes": inspection.notes,
     }
 
 
 def _cells(inspection: Inspection, digits: int) -> list[str]:
-    overlap, simulation, bound = inspection.schedule.overlap(), inspection.simulation, inspection.bound
+    overlap, simulation = inspection.schedule.overlap(), inspection.simulation
     total = overlap.num_bytes or 1
     times = (simulation.compute_s, simulation.communication_s, simulation.exposed_s, simulation.step_s)
     return [
@@ -102,8 +96,8 @@ def _cells(inspection: Inspection, digits: int) -> list[str]:
         "-" if overlap.first_start_fraction is None else f"{overlap.first_start_fraction:.0%}",
         *(f"{share / total:.0%}" for share in (overlap.bytes_in_flight, overlap.bytes_started_after_backward)),
         *_in_ms(times, digits),
-        "-" if bound is None else f"{simulation.step_s / bound.step_s:.3f}",
-        "-" if inspection.memory is None else f"{inspection.memory['peak'] / 1e9:.1f}",
+        f"{simulation.step_s / inspection.bound.step_s:.3f}",
+        f"{inspection.memory['peak'] / 1e9:.1f}",
     ]
 
 

@@ -3,8 +3,8 @@
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
 and imports nothing of this package: JAX starts here with the environment that the parent chose.
 
-    standard input     a pickled ``dict``: the request
-    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``; see ``_watch``
+    standard input     a pickled ``dict``: the request, as ``targets.py`` makes it
+    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
     argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
 """
 
@@ -15,22 +15,11 @@ import os
 import pickle
 import sys
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compiles an exported program.
-
-    Args:
-        request: ``disabled_plugins``, ``topology`` (arguments of ``get_topology_desc``), ``exported`` (bytes),
-            ``axis_names``, ``shape``, ``donate_argnums`` (of the flat arguments), ``compiler_options``,
-            ``enable_x64``, ``text_folder`` (None, or where the TPU compiler writes the module, which is wanted alone).
-
-    Returns:
-        ``text`` and ``memory`` of the compiled program.
-    """
+    """Compiles an exported program; gives ``text`` and ``memory`` of the compiled one."""
     import jax
     from jax import export
     from jax.experimental import topologies
@@ -62,41 +51,17 @@ def _end_with(pipe: int) -> None:
     os._exit(1)
 
 
-def _watch(folder: Path, answer: Any) -> None:
-    """Answers with the scheduled module alone as soon as the TPU compiler has written it to a folder.
-
-    That is a quarter of its time; then it generates the code of every fusion, in which no collective changes.
-    """
-    while True:
-        time.sleep(0.1)
-        for path in folder.glob("*-TLP-hlo.txt"):
-            text = path.read_text()
-            if "\nENTRY " in text and text.endswith("}\n\n"):  # the last computation, and whole
-                answer("compiled", {"text": text, "memory": {}})
-
-
 def _main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    # Keeps the compilers' output out of the answer.
-    answer_to, is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
-    os.dup2(2, 1)
-
-    def answer(kind: str, content: Any) -> None:
-        said = pickle.dumps((kind, content))
-        is_answered.acquire()  # once
-        try:
-            answer_to.write(said)
-            answer_to.flush()
-        finally:
-            os._exit(0)  # the interpreter's shutdown of the plugins takes a second
-
+    answer_to = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps the compilers' output out of the answer
     try:
-        request = pickle.load(sys.stdin.buffer)
-        if folder := request["text_folder"]:
-            threading.Thread(target=_watch, args=(Path(folder), answer), daemon=True).start()
-        answer("compiled", compile_request(request))
+        answer: tuple[str, Any] = "compiled", compile_request(pickle.load(sys.stdin.buffer))
     except Exception as error:
-        answer("refused", f"{type(error).__name__}: {error}")
+        answer = "refused", f"{type(error).__name__}: {error}"
+    with answer_to:
+        pickle.dump(answer, answer_to)
+    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
 
 
 if __name__ == "__main__":

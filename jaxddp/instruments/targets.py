@@ -1,17 +1,12 @@
 """Machines that are not here: meshes that stand for them, and programs compiled for them.
 
-A target's mesh has its name and no devices: tracing and planning need no more. To compile, a function is
+A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
+process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. No
+device of this machine is used. A thread waits for the child, which ends when this process does: a pipe that both hold
+is then closed.
 
-    traced    in this process   over the target's mesh, lowered for its platform and serialized
-    compiled  in a child        ``compile_process.py``: on the target's devices, with plugins and flags of its own
-    read      in this process   HLO text, memory and cost of the executable: a ``TargetProgram``
-
-Plugins, flags and environment of this process do not change, and no device of the machine is used. A thread waits for
-the child, which ends when this process ends in any way: a pipe that both hold is then closed.
-
-The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-XLA chooses tilings and estimates times by these numbers; memory bandwidths differ a little from the published ones
-(B200: 7.67 and 8 TB/s). The TPU compiler knows its chips by name.
+The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
+which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -51,125 +45,27 @@ _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
 def start_compile_for_target(
-    target: Target,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    in_shardings: Any,
-    out_shardings: Any = None,
-    donate_argnums: Sequence[int] = (),
-    compiler_options: Mapping[str, Any] | None = None,
+    target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
 ) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
-    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``; shardings are over ``targets.mesh``, those of the results
-    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``.
+    Args:
+        target: As ``target("h100:8")``.
+        function: To compile.
+        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
+        **options: Of ``jax.jit``; ``in_shardings`` over ``targets.mesh``.
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of a mesh of other size.
     """
-    mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
-    jitted = jax.jit(
-        function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
-    )
-    shapes = jax.eval_shape(lambda *args: args, *args)
-    counts = [len(jax.tree.leaves(arg)) for arg in args]
-    donated = [
-        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
-        if index in donate_argnums
-    ]  # fmt: skip
-    return _start(target, jitted, shapes, {}, mesh, donated, compiler_options)
-
-
-def compile_jitted(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
-) -> str:
-    """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
-
-    Returns:
-        The scheduled HLO module.
-
-    Raises:
-        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size. On TPUs, whose
-            compiler is not waited for after the module, a program that needs too much memory may pass.
-    """
-    if mesh is None:
-        raise TargetError(
-            f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
-            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
-        )
-    traced = jitted.trace(*args, **kwargs)
-    within = getattr(traced, "traced", None)  # of nnx.jit, whose arguments are models
-    if isinstance(within, jax.stages.Traced):
-        jitted, args, kwargs = *_of_arrays(within), {}
-        traced = jitted.trace(*args)
-    if not isinstance(jitted, jax.stages.Wrapped) or not hasattr(traced, "_params"):
-        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
-    options = dict(traced._params.get("compiler_options_kvs", ()))  # no public name has them
-    start = partial(_start, target, jitted, args, kwargs, mesh, traced.donate_argnums, options)
-    if target.platform != "tpu":
-        return start().result().as_text()
-    with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        # libtpu's options are divided at spaces.
-        return start(text_folder=None if " " in folder else folder).result().as_text()
-
-
-def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """A traced function as one of its arrays alone, and these."""
-    params: Any = traced._params  # no public name has shardings
-    jitted = jax.jit(
-        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
-        out_shardings=list(params["out_shardings"]),
-        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
-    )  # fmt: skip
-    arrays = [
-        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
-    ]
-    return jitted, arrays
-
-
-def _start(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
-    donated: Sequence[int], compiler_options: Mapping[str, Any] | None, text_folder: str | None = None,
-) -> Pending:  # fmt: skip
-    """Lowers a jitted function, serializes it, and starts the process that compiles it; donated leaves by number."""
-    check_installed(target)
-    if mesh.size != target.num_devices:
-        raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
-    devices()  # lowering asks for one
-    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
-    checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*args, **kwargs)
-    # Flat trees, because classes of the caller's trees may be unknown to the child.
-    flat = replace(
-        exported,
-        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
-        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
-    )
-    request = {
-        "disabled_plugins": superseded_plugins(),
-        "topology": topology_arguments(target),
-        "exported": flat.serialize(),
-        "axis_names": mesh.axis_names,
-        "shape": mesh.axis_sizes,
-        "donate_argnums": list(donated),
-        "compiler_options": dict(compiler_options or {}),
-        "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
-        "text_folder": text_folder,
-    }
-    environment = os.environ | topology_environment(target)
-    if text_folder is not None:
-        given = environment.get("LIBTPU_INIT_ARGS", "")
-        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
-    return Pending(target, request, environment)
+    mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
+    return _start(target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh)
 
 
 def compile_for_target(
     target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
 ) -> TargetProgram:
-    """Traces a function here and compiles it for a target.
-
-    The options are those of ``start_compile_for_target``.
+    """Does the same and waits for the program.
 
     Raises:
         TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
@@ -185,6 +81,71 @@ def compile_for_target(
         True
     """
     return start_compile_for_target(target, function, args, **options).result()
+
+
+def compile_jitted(
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
+) -> TargetProgram:
+    """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
+
+    Raises:
+        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size.
+    """
+    if mesh is None:
+        raise TargetError(
+            f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
+            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+        )
+    within = getattr(jitted.trace(*args, **kwargs), "traced", None)  # of nnx.jit, whose arguments are models
+    if isinstance(within, jax.stages.Traced):
+        jitted, args, kwargs = *_of_arrays(within), {}
+    if not isinstance(jitted, jax.stages.Wrapped):
+        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
+    return _start(target, jitted, args, kwargs, mesh).result()
+
+
+def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """A traced function as one of its arrays alone, and these."""
+    params: Any = traced._params  # no public name has shardings
+    jitted = jax.jit(
+        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
+        out_shardings=list(params["out_shardings"]),
+        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
+    )  # fmt: skip
+    return jitted, [
+        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
+    ]
+
+
+def _start(
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh
+) -> Pending:
+    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
+    check_installed(target)
+    if mesh.size != target.num_devices:
+        raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
+    devices()  # lowering asks for one
+    # Custom calls are not stable between versions of jaxlib; the child runs the same version.
+    checks = [export.DisabledSafetyCheck.custom_call("ALL")]
+    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*args, **kwargs)
+    # Flat trees, because classes of the caller's trees may be unknown to the child.
+    flat = replace(
+        exported,
+        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
+        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
+    )
+    traced = jitted.trace(*args, **kwargs)
+    request = {
+        "disabled_plugins": superseded_plugins(),
+        "topology": topology_arguments(target),
+        "exported": flat.serialize(),
+        "axis_names": mesh.axis_names,
+        "shape": mesh.axis_sizes,
+        "donate_argnums": list(traced.donate_argnums),  # of the flat arguments
+        "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
+        "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
+    }
+    return Pending(target, request, os.environ | topology_environment(target))
 
 
 def check_installed(target: Target) -> None:
@@ -294,11 +255,6 @@ device_description_str: "{gpu.description}"
 """
 
 
-# Of what libtpu can write while it compiles, the optimized and scheduled module alone.
-_WRITE_TEXT = (
-    "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
-    " --xla_jf_dump_llo_pass_label_regex=nothing"
-)
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
@@ -313,7 +269,6 @@ class Pending:
     """A running compilation."""
 
     def __init__(self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Starts the compilation as soon as a CPU is free."""
         self._target, self._request, self._environment = target, pickle.dumps(request), environment
         self._outcome: Future[TargetProgram] = Future()
         threading.Thread(target=self._run, daemon=True).start()
