@@ -1,12 +1,9 @@
 """The collectives of anybody's program: how large, how often, in which phase, and the line that asked for them.
 
-    found = jaxddp.collectives(train_step, state, batch)                      as it is compiled here
-    found = jaxddp.collectives(train_step, state, batch, target="h100:8")     for machines that are not here
-    print(found)                                                              a table
-    assert found.pairs == [("all-reduce", 4096)]
-
-XLA decides what a program communicates, and nothing says so when it runs: a ZeRO-1 whose reductions stay all-reduces, a
-gather in a loop over layers, gradients reduced for every micro-batch. The compiled program says it.
+found = jaxddp.collectives(train_step, state, batch)                      as it is compiled here
+found = jaxddp.collectives(train_step, state, batch, target="h100:8")     for machines that are not here
+print(found)                                                              a table
+assert found.pairs == [("all-reduce", 4096)]
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ..table import table
 from . import targets
 from .hlo import HLOError
-from .schedule import REDUCTIONS, Operation, read_schedule
+from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
@@ -106,8 +103,8 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        reductions = (one for one in self.found if one.kind in REDUCTIONS)
-        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
+        loops_of_reductions = ((one, [loop.kind for loop in one.loops]) for one in self.found if one.kind in REDUCTIONS)
+        return [one for one, kinds in loops_of_reductions if MICROBATCHES in kinds]
 
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
@@ -164,14 +161,13 @@ def collectives(
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
             compiled = targets.compile_jitted(targets.target(target), jitted, args, kwargs, mesh)
+    elif args or kwargs or target is not None:
+        raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        if args or kwargs or target is not None:
-            raise ValueError("args and target must be left out for a program that is lowered already")
         compiled = _compiled(program)
     schedule = read_schedule(compiled)
-    axes_of = functools.partial(_axes_of, mesh, schedule.num_devices)
     times: Counter[Found] = Counter()
-    for one in _read(schedule.operations, (), 1, axes_of):
+    for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
         times[one._replace(times=0)] += one.times
     found = tuple(one._replace(times=count) for one, count in times.items())
     # A text from elsewhere may not say how many there are.
@@ -205,22 +201,16 @@ def _read(
         if one.body:
             inside = (*loops, Loop(_kind_of(one), one.trips)) if one.is_loop else loops
             yield from _read(one.body, inside, times * one.trips, axes_of)
-        if one.starts is None or len(one.starts.group) == 1:
+        if (sent := one.starts) is None or len(sent.group) == 1:
             continue
         between = operations[place + 1 : done.get(one.name, place)]
+        # The name goes before the place: XLA pipelines some to places among operations of other phases.
+        phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
         is_hidden = any(other.total_work.flops for other in between)
         yield Found(
-            one.starts.kind, one.starts.num_bytes, one.starts.dtype, len(one.starts.group), axes_of(one.starts.group),
-            times, _phase_of(one), loops, is_hidden, one.starts.source, one.starts.is_conditional,
+            sent.kind, sent.num_bytes, sent.dtype, len(sent.group), axes_of(sent.group), times, phase, loops, is_hidden,
+            sent.source, sent.is_conditional,
         )  # fmt: skip
-
-
-def _phase_of(collective: Operation) -> str:
-    """By the name that JAX gave it, where that tells: XLA pipelines some to places among operations of other phases."""
-    assert collective.starts is not None
-    if "transpose(" in collective.starts.op_name:
-        return "backward"
-    return "forward" if "jvp(" in collective.starts.op_name else collective.phase
 
 
 def _kind_of(loop: Operation) -> str:
@@ -288,15 +278,9 @@ def loops_of(one: Found) -> str:
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
     times = f"up to {one.times:,}" if one.is_conditional else f"{one.times:,}"
+    path = Path(one.source)
+    line = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
     return (
         one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, times, one.phase,
-        loops_of(one), "yes" if one.is_hidden else "no", short_source(one),
+        loops_of(one), "yes" if one.is_hidden else "no", line or "?",
     )  # fmt: skip
-
-
-def short_source(one: Found) -> str:
-    """The line that asked for a collective, its file relative to the current folder where that holds it."""
-    path = Path(one.source)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    return "/".join(path.parts[-2:]) or "?"

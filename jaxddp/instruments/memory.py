@@ -1,8 +1,6 @@
 """Memory of each device by component: of a training state, by its layout, and of a compiled step.
 
-The **layout** of a state gives the bytes of every leaf on a device. The **compiled step** takes the state as arguments,
-with the same bytes, and needs temporaries beside them, as the compiler laid them out. The **allocator** of a device
-reports what is in use, for whatever purpose.
+The compiled step takes the state as arguments, with the bytes of its layout, and needs temporaries beside them.
 """
 
 from __future__ import annotations
