@@ -148,13 +148,13 @@ HloModule elsewhere, is_scheduled=true
 ENTRY %main (x: f32[4,8]) -> f32[8,8] {
   %x = f32[4,8]{1,0} parameter(0)
   %gathered = f32[8,8]{1,0} all-gather(f32[4,8]{1,0} %x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
-  ROOT %y = f32[8,8]{1,0} of-tomorrow(f32[8,8]{1,0} %gathered)
+  ROOT %y = f32[8,8]{1,0} fft(f32[8,8]{1,0} %gathered)
 }
 """
     found = collectives(text)
     assert (found.pairs, found.num_devices) == ([("all-gather", 256)], 2)
     (note,) = found.notes
-    assert note in str(found) and note.startswith("of-tomorrow y: an unknown operation")
+    assert note in str(found) and note.startswith("fft y: its FLOPs are not counted")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Parses the text of a compiled program: computations, instructions, shapes.
 
 XLA prints a compiled program (``Compiled.as_text()``, ``--xla_dump_to``) as an HLO module: computations, one of them
-the entry, each a list of instructions. In a scheduled module the order of the instructions is the order of execution.
+the entry, each a list of instructions, which in a scheduled module stand in the order of execution.
 
     %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
-
-The parser relies only on what versions and backends have in common, and does not interpret instructions.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +20,8 @@ from ..communication.buckets import dtype_bytes
 
 _T = TypeVar("_T")
 
-_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_NAME = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{\s*$")
+_NAME = re.compile(r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _CALLED = re.compile(
@@ -138,8 +135,6 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the code that made an instruction, outside of libraries if it can be; empty if not said."""
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         frame = innermost = self.frames.get(int(said[1])) if said else None
         while frame is not None and _is_library(frame.file):
@@ -148,7 +143,7 @@ class Module:
         return f"{frame.file}:{frame.line}" if frame else ""
 
     def called(self, instruction: Instruction) -> Iterator[Computation]:
-        """Yields the computations that an instruction calls."""
+        """The computations that an instruction calls."""
         return (self.computations[name] for name in instruction.called)
 
     def within(self, instruction: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
@@ -169,20 +164,17 @@ def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
     @functools.wraps(read)
     def checked(compiled: Any) -> _T:
         if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+            kind = type(compiled).__name__
             raise HLOError(
-                f"compiled (={type(compiled).__name__}) must be a compiled program, jax.jit(f).lower(...).compile(),"
-                " or its text"
+                f"compiled (={kind}) must be a compiled program, jax.jit(f).lower(...).compile(), or its text"
             )
         try:
             return read(compiled)
         except HLOError:
             raise
         except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1].name
-            found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]}) in {where}"
-            raise HLOError(
-                f"the HLO module cannot be read: {found}; it is damaged, or of a compiler that prints it otherwise"
-            ) from error
+            found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
+            raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
 
     return checked
 
@@ -306,18 +298,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     if closing < 0:
         return None
     literal = line[opcode.end() : closing]
-    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(_operand_names(literal))
+    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", literal))
     return Instruction(
         named["name"], opcode["opcode"], line[start:end], operands, literal, line[closing + 1 :].lstrip(", "),
         bool(named["root"]),
     )  # fmt: skip
-
-
-def _operand_names(literal: str) -> list[str]:
-    if "%" in literal:
-        return re.findall(r"%([\w.\-]+)", literal)
-    # Without percent signs, perhaps with shapes: the name is the last word.
-    return [operand.split()[-1] for operand in _split(literal)]
 
 
 def _split(listed: str) -> Iterator[str]:

@@ -78,7 +78,7 @@ class Collective:
 
     @property
     def is_gradients(self) -> bool:
-        """Whether it is the strategy's, and not of metrics, model state, the loss function or axes that are not of ranks.
+        """Whether it is the strategy's, not of metrics, model state, the loss function or axes that are not of ranks.
 
         One of a single device sends nothing; XLA leaves it where ``check_vma`` asks for it.
         """

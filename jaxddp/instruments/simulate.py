@@ -7,7 +7,7 @@ longer. A start queues its collective on the communication stream, where one run
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
 Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
-their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) ignores caches and clocks.
+their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) knows no caches.
 
 The bound is the least time that a step can take on a device and a network, for any strategy and schedule:
 
@@ -19,8 +19,8 @@ all-reduce of S bytes, o being the latency of a call and W and V the rates withi
 
     o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
 
-since each host must send 2 (H-1)/H S bytes, which its n ranks share, after the sum over the host. ZeRO's halves and sums
-over replicas send the same. A measured network overlaps the two levels of one collective, in bound and simulation alike.
+since each host must send 2 (H-1)/H S bytes, which its n ranks share, after the sum over the host. ZeRO's halves send
+the same. A measured network overlaps the two levels of one collective, in bound and simulation alike.
 """
 
 from __future__ import annotations

@@ -177,7 +177,6 @@ def test_memory_on_the_chip_of_a_tpu():
     [
         ('f32[8] custom-call(%p0), custom_call_target="mine"', "custom call mine: its FLOPs are unknown"),
         ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft y: its FLOPs are not counted"),
-        ("f32[8] of-tomorrow(%p0)", "of-tomorrow y: an unknown operation"),
     ],
 )
 def test_what_cannot_be_counted_is_said(line, note):
