@@ -1,11 +1,8 @@
-"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
 
-They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. torchrun starts the same scripts; this needs no torch, listens to no other host, and leaves nothing behind that
-they have started.
-
-In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
-script.
+When one fails, the others are ended, and the exit status is its own. torchrun starts the same scripts; this needs no
+torch, listens to no other host, and leaves nothing behind that they have started. In a job of several processes, which
+srun, torchrun or mpirun has started, it starts none: each process becomes the script.
 """
 
 from __future__ import annotations
@@ -61,23 +58,16 @@ def add_parser(commands: Any) -> None:
         "mpirun has started, each process runs the script.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them"
-    )
-    parser.add_argument(
-        "--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
-        "before all end with status 5 (default: what the script says, or 600)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
-        "times; for programs that go on from their checkpoints (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them")
+    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
+        "(default: %(default)s)")  # fmt: skip
+    add("--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
+        "before all end with status 5 (default: what the script says, or 600)")  # fmt: skip
+    add("--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
+        "times; for programs that go on from their checkpoints (default: %(default)s)")  # fmt: skip
+    add("script", help="a Python file")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 
@@ -137,15 +127,13 @@ class _Processes:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         alike = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
-        }
+        }  # fmt: skip
+        is_logged = log_dir is not None
         self.processes: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
         for rank in range(count):
@@ -154,24 +142,21 @@ class _Processes:
                 child_command(command),
                 env=os.environ | {name: str(value) for name, value in variables.items()},
                 stdin=subprocess.DEVNULL,
-                stdout=None if log_dir is None else subprocess.PIPE,
-                stderr=None if log_dir is None else subprocess.STDOUT,
+                stdout=subprocess.PIPE if is_logged else None,
+                stderr=subprocess.STDOUT if is_logged else None,
                 process_group=0,
             )
             self.processes.append(process)
-            if process.stdout is not None and log_dir is not None:
+            if log_dir is not None:
                 path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
                 reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
                 self.readers.append(reader)
                 reader.start()
 
     def wait(self) -> tuple[int, bool]:
-        """Waits for all; after the first failure, and however this ends, ends the others.
+        """Waits for all; gives the exit status, and whether a signal came, which is passed on to the processes.
 
-        Signals of schedulers are passed on to the processes, which end by themselves.
-
-        Returns:
-            The exit status, and whether a signal came.
+        After the first failure, and however this ends, the others are ended.
         """
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
@@ -231,21 +216,19 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
-    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    """Copies what a process prints to its log and to standard output, and without either it must not have to wait."""
+    outputs = [1] * is_shown
     with lines, contextlib.ExitStack() as stack:
-        log, is_logged = None, True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            outputs.append(stack.enter_context(path.open(mode, buffering=0)).fileno())
+        except OSError as error:
+            print_line(f"{path}: {error.strerror}: the job goes on without this log")
         for line in lines:
-            try:
-                if is_logged and log is None:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    log = stack.enter_context(path.open(mode, buffering=0))
-                if is_logged and log is not None:
-                    log.write(line)
-            except OSError as error:
-                is_logged = False
-                print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            try:
-                if is_shown:
-                    os.write(1, line)
-            except OSError:  # closed, as by head
-                is_shown = False
+            for output in list(outputs):
+                try:
+                    os.write(output, line)
+                except OSError as error:  # a full disk, or a pipe that is closed, as by head
+                    outputs.remove(output)
+                    if output != 1:
+                        print_line(f"{path}: {error.strerror}: the job goes on without this log")

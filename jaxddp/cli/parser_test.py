@@ -8,7 +8,7 @@ from jaxddp.registry import STRATEGIES
 
 LISTED = {
     "train": {*STRATEGIES, *(name for name, config in SIZES.items() if config.vocab >= 256)},
-    "inspect": {*STRATEGIES, *CHIPS, "auto", "custom"},
+    "inspect": {*STRATEGIES, *CHIPS, "auto"},
     "plan": {*CHIPS, "custom", "xxl"},
     "launch": set(),
     "doctor": set(),
