@@ -149,8 +149,8 @@ class _Step:
         if not is_same_of_shard:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
         return (
-            "a mean of the ranks' means whose weights differ, as those of a mask: sum both, divide once; or statistics of"
-            " a rank's own examples, as BatchNorm's"
+            "a mean of the ranks' means whose weights differ, as those of a mask (sum both, divide once), or statistics"
+            " of a rank's own examples, as BatchNorm's"
         )
 
     def _is_random(self, one: dict[str, np.ndarray]) -> bool:

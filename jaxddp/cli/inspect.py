@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
         "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
         "model_state")  # fmt: skip
-    add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
+    add("--strategy", default="bucketed", metavar="NAME", help="such as bucketed or zero2, a wrong name lists all; "
         "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
         "%(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")

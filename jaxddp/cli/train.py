@@ -49,7 +49,7 @@ class TrainOptions:
         ValueError: If a number is out of range or a name unknown.
     """
 
-    strategy: str = _flag("bucketed", str, "NAME", "one of STRATEGIES")
+    strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
     devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
         f"{DEFAULT_SIMULATED_DEVICES} on the CPU")  # fmt: skip
     processes: int | None = _flag(None, int, "N", "start N processes on this machine, which share the ranks", "none")
