@@ -28,19 +28,12 @@ _ROUNDING = 1e-9  # in float64: the order of sums, through a few hundred layers
 
 
 class Compared(NamedTuple):
-    """One output of a module, or the gradient of the loss by it, in both frameworks.
+    """One output of a module, or the gradient of the loss by it, in both frameworks."""
 
-    Attributes:
-        name: Of the module in PyTorch; its second output in a step is ``NAME#2``.
-        kind: Its class.
-        is_backward: Whether it is the gradient.
-        difference: Largest of an element, relative to the largest element; infinite for other shapes.
-    """
-
-    name: str
-    kind: str
-    is_backward: bool
-    difference: float
+    name: str  # of the module in PyTorch; its second output in a step is NAME#2
+    kind: str  # its class
+    is_backward: bool  # whether it is the gradient
+    difference: float  # largest of an element, relative to the largest element; infinite for other shapes
 
     @property
     def is_apart(self) -> bool:
@@ -50,15 +43,10 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that could be compared; printed, it is a table.
+    """All that could be compared; printed, it is a table."""
 
-    Attributes:
-        compared: Outputs in the order of PyTorch's forward, then gradients in that of its backward.
-        missing: Modules of PyTorch without a counterpart of their name, or whose output is no tensor.
-    """
-
-    compared: tuple[Compared, ...]
-    missing: tuple[str, ...]
+    compared: tuple[Compared, ...]  # outputs in the order of PyTorch's forward, then gradients in that of its backward
+    missing: tuple[str, ...]  # modules of PyTorch without a counterpart of their name, or whose output is no tensor
 
     @property
     def first(self) -> Compared | None:

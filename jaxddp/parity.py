@@ -41,26 +41,18 @@ TORCH = "PyTorch"
 
 
 class Result(NamedTuple):
-    """How far a training was from that on one device.
+    """How far a training was from that on one device."""
 
-    Attributes:
-        strategy: Its name, or ``"PyTorch"``.
-        num_ranks: Of the strategy.
-        difference: The largest after any step, relative to the largest element of a leaf where that is above 1;
-            infinite if ranks hold different copies; None if the strategy refused.
-        step: The first step after which anything parted, from 1; None if nothing did.
-        leaf: The first that did: the name of a parameter, ``opt_state.NAME``, ``model_state.NAME``,
-            ``metrics.NAME``, or ``copies of NAME``.
-        refused: Why the strategy took no such training; empty if it did.
-        params: What it ended with, by dotted name, with the model state; ``"PyTorch"`` by its own names.
-    """
-
-    strategy: str
-    num_ranks: int
+    strategy: str  # its name, or "PyTorch"
+    num_ranks: int  # of the strategy
+    # the largest after any step, relative to the largest element of a leaf where that is above 1; infinite if ranks
+    # hold different copies; None if the strategy refused
     difference: float | None
-    step: int | None = None
+    step: int | None = None  # the first step after which anything parted, from 1; None if nothing did
+    # the first that did: the name of a parameter, opt_state.NAME, model_state.NAME, metrics.NAME, or copies of NAME
     leaf: str | None = None
-    refused: str = ""
+    refused: str = ""  # why the strategy took no such training; empty if it did
+    # what it ended with, by dotted name, with the model state; "PyTorch" by its own names
     params: Mapping[str, np.ndarray] = MappingProxyType({})
 
     def __repr__(self) -> str:

@@ -29,17 +29,11 @@ _REDUCED_TWICE = "it is summed where the mean is meant, or summed again after au
 
 
 class Parted(NamedTuple):
-    """A result of a step that is another one on several ranks.
+    """A result of a step that is another one on several ranks."""
 
-    Attributes:
-        name: Of the leaf, by its path in what the step returns; empty if it is of the step as a whole.
-        difference: The largest of any element, relative to the largest element where that is above 1.
-        cause: The likely one, in a line.
-    """
-
-    name: str
-    difference: float
-    cause: str
+    name: str  # of the leaf, by its path in what the step returns; empty if it is of the step as a whole
+    difference: float  # the largest of any element, relative to the largest element where that is above 1
+    cause: str  # the likely one, in a line
 
 
 class StepParityError(AssertionError):

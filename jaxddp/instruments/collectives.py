@@ -31,61 +31,36 @@ MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
 
 class Loop(NamedTuple):
-    """A loop around a collective.
+    """A loop around a collective."""
 
-    Attributes:
-        kind: ``"micro-batches"`` if it holds forward and backward, ``"layers"`` if it is part of one of them, else
-            ``"loop"``.
-        trips: Its iterations; 1 where the program does not say, which is among the notes.
-    """
-
-    kind: str
-    trips: int
+    kind: str  # "micro-batches" if it holds forward and backward, "layers" if it is part of one of them, else "loop"
+    trips: int  # its iterations; 1 where the program does not say, which is among the notes
 
 
 class Found(NamedTuple):
-    """A collective of a compiled program, and others that are the same from the same line.
+    """A collective of a compiled program, and others that are the same from the same line."""
 
-    Attributes:
-        kind: Such as ``"all-reduce"``.
-        num_bytes: Of the full buffer of one: the input of a reduce-scatter, the output of an all-gather.
-        dtype: Of the buffer, in HLO's spelling.
-        num_ranks: Devices that take part in one.
-        axes: The mesh axes that they lie along; None where no mesh is known that says so.
-        times: How often in one call, with all iterations of the loops around it; at most, if it is in a branch.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        loops: Around it, the innermost last.
-        is_hidden: Whether the program computes between its start and its end.
-        source: ``file:line`` of the code that asked for it; empty if the program does not say.
-        is_conditional: Whether it is in a branch of a ``lax.cond``, which may not run.
-    """
-
-    kind: str
-    num_bytes: int
-    dtype: str
-    num_ranks: int
-    axes: tuple[str, ...] | None
-    times: int
-    phase: str
-    loops: tuple[Loop, ...]
-    is_hidden: bool
-    source: str
-    is_conditional: bool = False
+    kind: str  # such as "all-reduce"
+    num_bytes: int  # of the full buffer of one: the input of a reduce-scatter, the output of an all-gather
+    dtype: str  # of the buffer, in HLO's spelling
+    num_ranks: int  # devices that take part in one
+    axes: tuple[str, ...] | None  # the mesh axes that they lie along; None where no mesh is known that says so
+    times: int  # how often in one call, with all iterations of the loops around it; at most, if it is in a branch
+    phase: str  # "forward", "backward" or "optimizer"
+    loops: tuple[Loop, ...]  # around it, the innermost last
+    is_hidden: bool  # whether the program computes between its start and its end
+    source: str  # file:line of the code that asked for it; empty if the program does not say
+    is_conditional: bool = False  # whether it is in a branch of a lax.cond, which may not run
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """All collectives of one call of a program; printed, it is a table.
+    """All collectives of one call of a program; printed, it is a table."""
 
-    Attributes:
-        found: In the order of the schedule; collectives of one device, which send nothing, are left out.
-        num_devices: That it was compiled for.
-        notes: What could not be read, in words.
-    """
-
+    # in the order of the schedule; collectives of one device, which send nothing, are left out
     found: tuple[Found, ...]
-    num_devices: int
-    notes: tuple[str, ...] = ()
+    num_devices: int  # that it was compiled for
+    notes: tuple[str, ...] = ()  # what could not be read, in words
 
     @property
     def pairs(self) -> list[tuple[str, int]]:

@@ -52,22 +52,14 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a program.
+    """One line of a program."""
 
-    Attributes:
-        name: Unique within its computation.
-        opcode: Such as ``fusion`` or ``all-reduce-start``.
-        shape: Shape of the result, as printed; for a tuple, all parts.
-        literal: The text between the parentheses.
-        attributes: The text after them.
-    """
-
-    name: str
-    opcode: str
-    shape: str
+    name: str  # unique within its computation
+    opcode: str  # such as fusion or all-reduce-start
+    shape: str  # shape of the result, as printed; for a tuple, all parts
     operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    literal: str  # the text between the parentheses
+    attributes: str  # the text after them
     is_root: bool
 
     @property

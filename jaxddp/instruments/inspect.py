@@ -36,25 +36,17 @@ _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above wh
 
 @dataclass(frozen=True)
 class Inspection:
-    """One strategy's step on a target.
-
-    Attributes:
-        strategy: Its name.
-        planned: ``(kind, bytes)`` in the order of the plan.
-        bound: Lower bound of the step time.
-        memory: Bytes of each device, by component.
-        is_held_as_planned: Whether the program's parameters and optimizer state have these bytes.
-    """
+    """One strategy's step on a target."""
 
     strategy: str
     target: targets.Target
     network: Network
-    planned: list[tuple[str, int]]
+    planned: list[tuple[str, int]]  # (kind, bytes) in the order of the plan
     schedule: Schedule
     simulation: Simulation
-    bound: Bound
-    memory: dict[str, int]
-    is_held_as_planned: bool = True
+    bound: Bound  # lower bound of the step time
+    memory: dict[str, int]  # bytes of each device, by component
+    is_held_as_planned: bool = True  # whether the program's parameters and optimizer state have these bytes
 
     @property
     def title(self) -> str:
@@ -106,22 +98,14 @@ class Inspection:
 
 
 class Training(NamedTuple):
-    """A training run by its shapes.
+    """A training run by its shapes."""
 
-    Attributes:
-        loss_fn: As ``Trainer`` takes it.
-        params: A tree of arrays or ``jax.ShapeDtypeStruct``.
-        batch: The global batch; the same.
-        options: Others of ``Trainer``.
-        model_state: The same as ``params``, with ``has_state``.
-    """
-
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any]  # as Trainer takes it
     optimizer: optax.GradientTransformation
-    params: Any
-    batch: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    model_state: Any = None
+    params: Any  # a tree of arrays or jax.ShapeDtypeStruct
+    batch: Any  # the global batch; the same
+    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer
+    model_state: Any = None  # the same as params, with has_state
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:

@@ -16,23 +16,14 @@ from .hlo import parse_module
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-        parameters: Parameters as the loss takes them: this device's shards, or copies in a compute dtype.
-        optimizer_state: Optimizer state, with its counters, the masters of such copies, and a moving average.
-        others: Step number, RNG key, and model state.
-        batch: This device's examples.
-        padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
-        temporaries: What lives within a step, as the compiler laid it out.
-    """
-
-    parameters: int = 0
-    optimizer_state: int = 0
-    others: int = 0
-    batch: int = 0
-    padding: int = 0
-    temporaries: int = 0
+    parameters: int = 0  # parameters as the loss takes them: this device's shards, or copies in a compute dtype
+    optimizer_state: int = 0  # optimizer state, with its counters, the masters of such copies, and a moving average
+    others: int = 0  # step number, RNG key, and model state
+    batch: int = 0  # this device's examples
+    padding: int = 0  # what the compiler's layout adds to arguments, such as a TPU's tiles
+    temporaries: int = 0  # what lives within a step, as the compiler laid it out
 
     @property
     def state(self) -> int:

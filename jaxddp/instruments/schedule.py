@@ -36,30 +36,19 @@ _MOST_DEVICES = 2**20
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        kind: One of ``COLLECTIVE_KINDS``.
-        num_bytes: Bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather.
-        group: Devices of the first group that takes part; of a permutation, all that send or receive.
-        is_async: Whether it has a start and a done, and is not marked synchronous.
-        kernel: The backend's name for its implementation; empty if not printed.
-        pairs: Who sends to whom in a permutation; empty for others.
-        dtype: Of the buffer, in HLO's spelling; of several the first.
-        source: ``file:line`` of the code that asked for it; empty if not printed.
-        is_conditional: Whether it is in a branch, which may not run.
-    """
-
-    kind: str
-    num_bytes: int
+    kind: str  # one of COLLECTIVE_KINDS
+    num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
+    # devices of the first group that takes part; of a permutation, all that send or receive
     group: tuple[int, ...] = ()
-    is_async: bool = False
-    kernel: str = ""
+    is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
+    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
-    pairs: tuple[tuple[int, int], ...] = ()
-    dtype: str = ""
-    source: str = ""
-    is_conditional: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
+    dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
+    source: str = ""  # file:line of the code that asked for it; empty if not printed
+    is_conditional: bool = False  # whether it is in a branch, which may not run
 
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
@@ -90,27 +79,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """One instruction of a schedule.
-
-    Attributes:
-        phase: One of ``PHASES``.
-        work: Its cost on the device; nothing for collectives.
-        starts: The collective that it issues, if any.
-        waits_for: Name of the operation whose collective it waits for: its own if the collective is synchronous;
-            empty if it does not wait.
-        body: Operations of a loop or call that communicates.
-        trips: Number of iterations of the body.
-        is_loop: Whether the body is a loop's.
-    """
+    """One instruction of a schedule."""
 
     name: str
-    phase: str = "forward"
-    work: Work = field(default_factory=Work)
-    starts: Collective | None = None
+    phase: str = "forward"  # one of PHASES
+    work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
+    starts: Collective | None = None  # the collective that it issues, if any
+    # name of the operation whose collective it waits for: its own if the collective is synchronous; empty if it does
+    # not wait
     waits_for: str = ""
-    body: tuple[Operation, ...] = ()
-    trips: int = 1
-    is_loop: bool = False
+    body: tuple[Operation, ...] = ()  # operations of a loop or call that communicates
+    trips: int = 1  # number of iterations of the body
+    is_loop: bool = False  # whether the body is a loop's
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
@@ -122,37 +102,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a step's gradient collectives overlap its backward.
+    """How a step's gradient collectives overlap its backward."""
 
-    Attributes:
-        first_start_fraction: Share of the backward's FLOPs issued before the first gradient collective starts; None
-            without one.
-        bytes_in_flight: Bytes of collectives with backward arithmetic between start and done.
-        bytes_started_after_backward: Bytes of collectives that start after the backward's last arithmetic.
-        num_bytes: Bytes of all gradient collectives.
-    """
-
+    # share of the backward's FLOPs issued before the first gradient collective starts; None without one
     first_start_fraction: float | None
-    bytes_in_flight: int
-    bytes_started_after_backward: int
-    num_bytes: int
+    bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
+    bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
+    num_bytes: int  # bytes of all gradient collectives
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        operations: In the order in which they are issued.
-        num_devices: Devices that it was compiled for.
-        notes: What could not be read, in words.
-        memory: Of one device, as ``Compiled.memory_analysis()`` gives it; None if only the text was given.
-    """
-
-    operations: tuple[Operation, ...]
-    num_devices: int = 1
-    notes: tuple[str, ...] = ()
-    memory: Any = None
+    operations: tuple[Operation, ...]  # in the order in which they are issued
+    num_devices: int = 1  # devices that it was compiled for
+    notes: tuple[str, ...] = ()  # what could not be read, in words
+    memory: Any = None  # of one device, as Compiled.memory_analysis() gives it; None if only the text was given
 
     def collectives(self) -> list[Collective]:
         """All collectives in schedule order; those of a loop once per iteration."""

@@ -38,38 +38,26 @@ _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "i
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time.
-
-    Attributes:
-        lane: ``"compute"`` or ``"communication"``.
-        kind: Phase of a computation, or kind of a collective.
-        num_bytes: Bytes moved in memory, or of a collective's full buffer.
-    """
+    """Something that takes time."""
 
     name: str
-    lane: str
-    kind: str
+    lane: str  # "compute" or "communication"
+    kind: str  # phase of a computation, or kind of a collective
     start_s: float
     end_s: float
-    num_bytes: int
+    num_bytes: int  # bytes moved in memory, or of a collective's full buffer
     op_name: str = ""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
+    """A simulated step."""
 
-    Attributes:
-        spans: Sorted by start; gaps in the compute lane are waits for communication.
-        communication_s: Time in which a collective runs.
-        exposed_s: ``step_s - compute_s``.
-    """
-
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # sorted by start; gaps in the compute lane are waits for communication
     step_s: float
     compute_s: float
-    communication_s: float
-    exposed_s: float
+    communication_s: float  # time in which a collective runs
+    exposed_s: float  # step_s - compute_s
 
 
 def device_seconds(work: Work, chip: Chip) -> float:
@@ -128,19 +116,12 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
 
 @dataclass(frozen=True)
 class Bound:
-    """The terms of the bound, in seconds.
+    """The terms of the bound, in seconds."""
 
-    Attributes:
-        compute_s: The whole step.
-        forward_s: Its forward.
-        first_gradient_s: The least backward time before any gradient is finished.
-        all_reduce_s: One all-reduce of all gradient bytes.
-    """
-
-    compute_s: float
-    forward_s: float
-    first_gradient_s: float
-    all_reduce_s: float
+    compute_s: float  # the whole step
+    forward_s: float  # its forward
+    first_gradient_s: float  # the least backward time before any gradient is finished
+    all_reduce_s: float  # one all-reduce of all gradient bytes
 
     @property
     def step_s(self) -> float:

@@ -53,23 +53,16 @@ _ITEMSIZES = {
 
 
 class Event(NamedTuple):
-    """A kernel, a copy or a collective on a device.
-
-    Attributes:
-        line: The stream or the thread of the device.
-        kind: A kind of collective, or ``PRODUCTS``, ``ATTENTION``, ``COPIES`` or ``OTHERS``.
-        num_bytes: Of a collective's full buffer; None if the profile does not say.
-        num_ranks: That take part in a collective; None as well.
-    """
+    """A kernel, a copy or a collective on a device."""
 
     device: str
-    line: str
+    line: str  # the stream or the thread of the device
     name: str
     start_us: float
     end_us: float
-    kind: str
-    num_bytes: int | None = None
-    num_ranks: int | None = None
+    kind: str  # A kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
+    num_bytes: int | None = None  # of a collective's full buffer; None if the profile does not say
+    num_ranks: int | None = None  # that take part in a collective; None as well
 
     @property
     def is_collective(self) -> bool:
@@ -108,15 +101,10 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What ran on the devices of a profile.
+    """What ran on the devices of a profile."""
 
-    Attributes:
-        events: Of all devices, in any order.
-        notes: What could not be read, in words.
-    """
-
-    events: tuple[Event, ...]
-    notes: tuple[str, ...] = ()
+    events: tuple[Event, ...]  # of all devices, in any order
+    notes: tuple[str, ...] = ()  # what could not be read, in words
 
     @property
     def devices(self) -> list[str]:

@@ -67,19 +67,13 @@ class MatmulKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What an instruction costs.
+    """What an instruction costs."""
 
-    Attributes:
-        matmul_flops: FLOPs of matrix products and convolutions, by kind.
-        vector_flops: All other FLOPs.
-        num_bytes: Bytes read and written.
-        num_kernels: Kernels launched.
-    """
-
+    # FLOPs of matrix products and convolutions, by kind
     matmul_flops: Mapping[MatmulKind, float] = field(default_factory=dict)
-    vector_flops: float = 0.0
-    num_bytes: float = 0.0
-    num_kernels: float = field(default=0.0, compare=False)
+    vector_flops: float = 0.0  # all other FLOPs
+    num_bytes: float = 0.0  # bytes read and written
+    num_kernels: float = field(default=0.0, compare=False)  # kernels launched
 
     @property
     def flops(self) -> float:
