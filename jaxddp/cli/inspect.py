@@ -166,4 +166,5 @@ def training_of(spec: str) -> Any:
         )
     options = dict(made[4]) if len(made) == 5 else {}
     model_state = options.pop("model_state", None)
-    return Training(*made[:4], options, model_state)
+    loss_fn, optimizer, params, batch = made[:4]
+    return Training(loss_fn, optimizer, params, batch, options, model_state)

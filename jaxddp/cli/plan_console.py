@@ -33,7 +33,7 @@ def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterato
             yield label, ""
             yield from _rows(value, f"{indent}  ", of)
         elif value is None or isinstance(value, (str, bool)):
-            yield label, {None: "none", True: "yes", False: "no"}.get(value, str(value))
+            yield label, value if isinstance(value, str) else "none" if value is None else "yes" if value else "no"
         elif of == "ms":
             yield label, f"{value * 1e3:.4g} ms"
         elif of == "bytes" and value >= 1e5:

@@ -113,9 +113,6 @@ def collectives(
         mesh: By whose axes groups of devices are named; that of the arguments or of a ``shard_map`` inside if None.
         **kwargs: The function's.
 
-    Returns:
-        The collectives.
-
     Raises:
         ValueError: If it is no program, there are arguments for one that takes none, the target is unknown, its
             compiler not installed, or its number of devices not the mesh's, or the text cannot be read (``HLOError``).

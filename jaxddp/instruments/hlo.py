@@ -9,6 +9,7 @@ the entry, each a list of instructions, which in a scheduled module stand in the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,7 @@ class Instruction(NamedTuple):
     def config(self, key: str) -> str:
         """Returns a field of ``backend_config`` as printed, without quotes; empty if absent."""
         found = re.search(rf'"{re.escape(key)}":(?:"([^"]*)"|([\w.\-]+))', self.attributes)
-        return (found.group(1) or found.group(2) or "") if found else ""
+        return next(filter(None, found.groups()), "") if found else ""
 
 
 Computation = dict[str, Instruction]
@@ -172,9 +173,7 @@ def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
 
 
 def parse_module(compiled: Any) -> Module:
-    r"""Parses a scheduled program.
-
-    ``compiled`` is a ``jax.stages.Compiled``, or the text of one.
+    r"""Parses a scheduled program: a ``jax.stages.Compiled``, or the text of one.
 
     Raises:
         ValueError: If the text is no HLO module, is not scheduled or is truncated.
@@ -222,13 +221,10 @@ def _parse(text: str) -> Module:
 def _frames(lines: Sequence[str]) -> dict[int, Frame]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
     tables: dict[str, dict[int, str]] = {}
-    rows: dict[int, str] = {}
-    for line in lines:
-        if _HEADER.match(line):
-            break
+    for line in itertools.takewhile(lambda line: not _HEADER.match(line), lines):
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             rows = tables[line] = {}
-        elif row := re.match(r'(\d+) [{"](.*)[}"]$', line):
+        elif tables and (row := re.match(r'(\d+) [{"](.*)[}"]$', line)):
             rows[int(row[1])] = row[2]
 
     def number(line: str, key: str) -> int:
@@ -278,16 +274,12 @@ def root_of(computation: Computation) -> Instruction:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    named = _NAME.match(line)
-    if not named:
+    if not (named := _NAME.match(line)):
         return None
     start = named.end()
     end = _closing(line, start) + 1 if line.startswith("(", start) else line.find(" ", start)
     opcode = _OPCODE.match(line, end)
-    if end <= 0 or not opcode:
-        return None
-    closing = _closing(line, opcode.end() - 1)
-    if closing < 0:
+    if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
     literal = line[opcode.end() : closing]
     operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", literal))
@@ -299,13 +291,11 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 def _split(listed: str) -> Iterator[str]:
     """Splits at commas outside brackets; drops ``/*index=5*/`` comments."""
-    listed = _COMMENT.sub("", listed)
-    depth, start = 0, 0
+    depth, start, listed = 0, 0, _COMMENT.sub("", listed)
     for index, char in enumerate(listed + ","):
         depth += (char in _OPEN) - (char in _CLOSE)
         if char == "," and depth == 0:
-            if part := listed[start:index].strip():
-                yield part
+            yield listed[start:index].strip()
             start = index + 1
 
 

@@ -48,16 +48,12 @@ def held_bytes(layout: Layout) -> DeviceBytes:
         >>> held_bytes(trainer.layout(state))[:2]  # 10 floats in full; 3 of 12 of each moment, and a counter
         (40, 28)
     """
-    params, opt_state = (
-        sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in (layout.params, layout.opt_state)
-    )
-    return DeviceBytes(parameters=params, optimizer_state=opt_state)
+    trees = layout.params, layout.opt_state
+    return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
 
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
-    """Reads the memory of a compiled step on each device.
-
-    ``compiled`` is from ``Trainer.compile``, for devices or for a target, and ``state`` what it was compiled for.
+    """Reads the memory of a step from ``Trainer.compile``, compiled for ``state``, on each device.
 
     Raises:
         ValueError: If the program takes fewer arguments than the state has leaves.

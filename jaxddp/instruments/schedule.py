@@ -148,25 +148,21 @@ class Schedule:
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
         end = self.backward_end()
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        of_operations = [
-            (place, op, Schedule((op,)).gradient_collectives()) for place, op in enumerate(self.operations)
-        ]
-        starts = [(place, op, found) for place, op, found in of_operations if found]
-        late = in_flight = total = 0
-        for place, op, found in starts:
-            num_bytes = sum(size for _, size in found)
-            total += num_bytes
-            late += num_bytes if place >= end else 0
-            in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
-        first = float(issued[starts[0][0]] / issued[-1]) if starts and issued[-1] else None
-        return Overlap(first, in_flight, late, total)
+        first, late, in_flight, total = None, 0, 0, 0
+        for place, op in enumerate(self.operations):
+            if found := Schedule((op,)).gradient_collectives():
+                num_bytes = sum(size for _, size in found)
+                total += num_bytes
+                late += num_bytes if place >= end else 0
+                in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
+                first = issued[place] if first is None else first
+        fraction = float(first / issued[-1]) if first is not None and issued[-1] else None
+        return Overlap(fraction, in_flight, late, total)
 
 
 @one_line_errors
 def read_schedule(compiled: Any) -> Schedule:
-    """Reads a compiled program.
-
-    ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
+    """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
         HLOError: A ValueError, if the text is not a scheduled HLO module, or is damaged.

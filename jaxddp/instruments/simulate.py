@@ -25,6 +25,7 @@ the same. A measured network overlaps the two levels of one collective, in bound
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..network import Network
@@ -142,17 +143,13 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: f
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
     """The least backward time on which a value passed to the optimizer depends."""
-    by_name = {op.name: op for op in operations}
-    needed: dict[str, int] = {}  # bit mask of the backward operations an operation depends on
-    place = {op.name: 1 << index for index, op in enumerate(operations)}
+    backward = {op.name: 1 << place for place, op in enumerate(operations) if op.phase == "backward"}
+    needed: dict[str, int] = {}  # bit mask of the backward operations that an operation depends on
     handed_over: dict[str, None] = {}
     for op in operations:
         known = [operand for operand in op.operands if operand in needed]
-        needed[op.name] = place[op.name] if op.phase == "backward" else 0
-        for operand in known:
-            needed[op.name] |= needed[operand]
+        needed[op.name] = functools.reduce(int.__or__, (needed[name] for name in known), backward.get(op.name, 0))
         if op.phase == "optimizer":
-            handed_over.update((name, None) for name in known if by_name[name].phase == "backward")
-    costs = [(place[op.name], seconds[op.name]) for op in operations if op.phase == "backward"]
-    totals = (sum(cost for bit, cost in costs if needed[name] & bit) for name in handed_over)
+            handed_over.update((name, None) for name in known if name in backward)
+    totals = (sum(seconds[each] for each, bit in backward.items() if needed[name] & bit) for name in handed_over)
     return min((total for total in totals if total > 0), default=0.0)

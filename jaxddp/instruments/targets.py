@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +34,10 @@ from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
-from ..plugins import devices, superseded_plugins
+from ..plugins import cuda_plugins, devices, superseded_plugins
 from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
 
-_TOOLKITS = (Path("/usr/local/cuda"),)  # where XLA looks by itself
 TIMEOUT_S = 600.0
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
@@ -49,11 +47,8 @@ def start_compile_for_target(
 ) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
-    Args:
-        target: As ``target("h100:8")``.
-        function: To compile.
-        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        **options: Of ``jax.jit``; ``in_shardings`` over ``targets.mesh``.
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, the options those of ``jax.jit``, with ``in_shardings``
+    over ``targets.mesh``.
 
     Raises:
         TargetError: If the compiler for this target is not installed, or the shardings are of a mesh of other size.
@@ -135,9 +130,10 @@ def _start(
         out_tree=jax.tree.structure([0] * len(exported.out_avals)),
     )
     traced = jitted.trace(*args, **kwargs)
+    topology, environment = _topology(target)
     request = {
         "disabled_plugins": superseded_plugins(),
-        "topology": topology_arguments(target),
+        "topology": topology,
         "exported": flat.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
@@ -145,7 +141,7 @@ def _start(
         "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    return Pending(target, request, os.environ | topology_environment(target))
+    return _pending(target, pickle.dumps(request), os.environ | environment)
 
 
 def check_installed(target: Target) -> None:
@@ -158,21 +154,13 @@ def check_installed(target: Target) -> None:
         raise TargetError(
             f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
         )
-    if target.platform == "gpu":
-        plugins = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
-        missing = [] if plugins and _has_ptxas() else ["the CUDA compiler"]
-    else:
-        missing = [] if find_spec("libtpu") else ["the TPU compiler"]
+    is_gpu = target.platform == "gpu"
+    missing = (
+        [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [f"the {'CUDA' if is_gpu else 'TPU'} compiler"]
+    )
     missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
     if missing:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
-
-
-def _has_ptxas() -> bool:
-    nvidia = find_spec("nvidia")
-    packages = list(nvidia.submodule_search_locations or []) if nvidia is not None else []
-    folders = [Path(package, name) for package in packages for name in ("cuda_nvcc", "cu13")]
-    return any(Path(folder, "bin", "ptxas").exists() for folder in [*folders, *_TOOLKITS]) or which("ptxas") is not None
 
 
 class _Gpu(NamedTuple):
@@ -200,28 +188,25 @@ _GPUS = {
 }
 
 
-def topology_arguments(target: Target) -> dict[str, Any]:
-    """Gives the arguments by which ``jax.experimental.topologies.get_topology_desc`` makes a target's devices."""
-    if target.platform == "tpu":
-        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
-    return {"platform": "cuda", "target_config": _target_config(_GPUS[target.chip.name]), "topology": target.topology}
-
-
-def topology_environment(target: Target) -> dict[str, str]:
-    """Gives the environment in which a process can make them; it uses no device of this machine."""
+def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices, and the environment for it."""
     environment = {
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cpu",  # it uses no device of this machine
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "CUDA_VISIBLE_DEVICES": "",
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    if target.platform == "tpu":
-        cores_per_chip = 2
-        environment["TPU_ACCELERATOR_TYPE"] = f"{target.chip.name}-{cores_per_chip * target.num_devices}"
-        environment["TPU_WORKER_HOSTNAMES"] = "localhost"
-        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so none needs to be locked
-    return environment
+    if target.platform == "gpu":
+        config = _target_config(_GPUS[target.chip.name])
+        return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
+    cores_per_chip = 2
+    environment |= {
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{cores_per_chip * target.num_devices}",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
+    }
+    return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
 
 
 def _target_config(gpu: _Gpu) -> str:
@@ -265,50 +250,41 @@ def _life_line() -> tuple[int, int]:
     return os.pipe()
 
 
-class Pending:
-    """A running compilation."""
+def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
+    """Compiles as soon as a CPU is free, in a thread that nobody waits for when this process ends."""
+    outcome: Pending = Future()
 
-    def __init__(self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self._target, self._request, self._environment = target, pickle.dumps(request), environment
-        self._outcome: Future[TargetProgram] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def result(self) -> TargetProgram:
-        """Waits for the program.
-
-        Raises:
-            TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
-        """
-        return self._outcome.result()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
             with _free_cpus:
-                self._outcome.set_result(self._compile())
+                outcome.set_result(_compile(target, request, environment))
         except BaseException as error:  # whoever waits gets it
-            self._outcome.set_exception(error)
+            outcome.set_exception(error)
 
-    def _compile(self) -> TargetProgram:
-        spec, (reading_end, _) = repr(self._target.spec), _life_line()
-        # -P: the names of this folder's files must not hide other packages.
-        command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
-        try:
-            done = subprocess.run(
-                command, input=self._request, capture_output=True, timeout=TIMEOUT_S, env=self._environment,
-                pass_fds=(reading_end,),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
-        if done.returncode:
-            printed = done.stderr.decode(errors="replace")
-            lines = [line.strip() for line in printed.splitlines() if line.strip()]
-            ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-            raise TargetError(": ".join([ended, *lines[-1:]]), printed)
-        kind, content = pickle.loads(done.stdout)
-        if kind == "refused":
-            raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
-        memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
-        return TargetProgram(self._target, content["text"], memory)
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> TargetProgram:
+    spec, (reading_end, _) = repr(target.spec), _life_line()
+    # -P: the names of this folder's files must not hide other packages.
+    command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, timeout=TIMEOUT_S, env=environment, pass_fds=(reading_end,)
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
+    if done.returncode:
+        printed = done.stderr.decode(errors="replace")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        ended = f"the process that compiles for {spec} ended with code {done.returncode}"
+        raise TargetError(": ".join([ended, *lines[-1:]]), printed)
+    kind, content = pickle.loads(done.stdout)
+    if kind == "refused":
+        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
+    memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
+    return TargetProgram(target, content["text"], memory)
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -354,20 +330,20 @@ class MemoryStats(NamedTuple):
     peak_memory_in_bytes: int
 
 
-class TargetProgram:
+class TargetProgram(NamedTuple):
     """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
 
-    def __init__(self, target: Target, text: str, memory: MemoryStats) -> None:
-        self.target = target
-        self._text, self._memory = text, memory
+    target: Target
+    text: str
+    memory: MemoryStats
 
     def as_text(self) -> str:
         """The scheduled HLO module."""
-        return self._text
+        return self.text
 
     def memory_analysis(self) -> MemoryStats:
         """Memory on each device."""
-        return self._memory
+        return self.memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses to run: a ValueError."""
@@ -375,15 +351,14 @@ class TargetProgram:
 
 
 class TargetError(ValueError):
-    """A program could not be compiled for a target; the message is one line.
-
-    Attributes:
-        details: The compiler's full output.
-    """
+    """A program could not be compiled for a target, in one line; ``details`` is the compiler's full output."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
@@ -400,25 +375,21 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts to compile the step without communication: the baseline of exposed communication.
 
-    Every gradient is taken as equal on all ranks. The program is the same for all strategies: each rank has the full
-    parameters and the full optimizer state.
+    Every gradient is taken as equal on all ranks. Each rank has the full parameters and optimizer state, so the program
+    is the same for all strategies.
 
     Raises:
         ValueError: As ``start_compile``.
     """
     check_kind("trainer", trainer, Trainer, "a Trainer")
-    target, strategy = _named(trainer.mesh), naive()._replace(name="without communication", plan=_plan_nothing)
-    silent = trainer.with_strategy(strategy)
+    target = _named(trainer.mesh)
+    silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)
     return start_compile_for_target(target, function, args, **options)
-
-
-def _plan_nothing(tensors: Any) -> BucketPlan:
-    return BucketPlan(())
 
 
 def _named(mesh: Mesh | AbstractMesh) -> Target:

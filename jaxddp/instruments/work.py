@@ -363,15 +363,13 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     before, after, compare = where[loop.operands[0]], root_of(body), root_of(condition)
     if compare.attribute("direction") != "LT" or before.opcode != "tuple" or after.opcode != "tuple":
         return None
-    place = _place_in_state(compare.operands[0], condition)
-    if place is None:
+    if (place := _place_in_state(compare.operands[0], condition)) is None:
         return None
     add = body[after.operands[place]]
     if add.opcode != "add" or _place_in_state(add.operands[0], body) != place:
         return None
-    first = _constant(before.operands[place], where)
-    step = _constant(add.operands[1], body)
-    end = _constant(compare.operands[1], condition)
+    of = ((before.operands[place], where), (add.operands[1], body), (compare.operands[1], condition))
+    first, step, end = (_constant(*each) for each in of)
     if first is None or step is None or end is None or step < 1:
         return None
     return max(0, -((first - end) // step))
