@@ -138,7 +138,8 @@ def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line
 
 
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Line:
-    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if _major(driver) >= oldest), default=12)
+    major = int(driver.split(".")[0]) if driver else 0
+    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)
     fitting = f"install .[cuda{newest}]"
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
@@ -148,16 +149,12 @@ def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int,
     libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
     said = f"{answer['version']} on {len(found)} x {found[0]}{libraries}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        if cuda is not None and _major(driver) < _OLDEST_DRIVER.get(cuda, 0):
+        if cuda is not None and major < _OLDEST_DRIVER.get(cuda, 0):
             return Line(framework, said, f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}", FAIL)
         return Line(framework, said, f"it finds none of {num_gpus} GPUs: {fitting}", FAIL)
     if answer["platform"] == "gpu" and len(found) < num_gpus:
         return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
     return Line(framework, said)
-
-
-def _major(driver: str | None) -> int:
-    return int(driver.split(".")[0]) if driver else 0
 
 
 def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:

@@ -10,9 +10,9 @@ import importlib
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
@@ -20,7 +20,7 @@ from ..processes.job import find_job
 from ..sizes import SIZES, TransformerConfig
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
-from ..training.data import Batch, Corpus
+from ..training.data import Corpus
 from .interrupts import Signalled, noted_signals
 from .launch import launch
 from .quiet import import_jax
@@ -241,47 +241,13 @@ def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict
     return {"examples": num_batches * options.batch_size, **text}
 
 
-def batches_taken(saved: Any, options: TrainOptions, corpus: Corpus) -> int:
-    """How many batches of these options a run has taken whose checkpoint holds this position.
+def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
+    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen.
 
     Raises:
-        ValueError: If the position is another program's, of another text or seed, or between two batches.
+        ValueError: If there is one and it is not asked for, or it is another program's, of another text or seed, or
+            between two batches of these options.
     """
-    here = position_of(options, corpus, 0)
-    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
-        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
-    for name in ("seed", "text_bytes", "text_crc32"):
-        if here[name] != saved[name]:
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
-            )
-    if saved["examples"] % options.batch_size:
-        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
-    return saved["examples"] // options.batch_size
-
-
-class Training(Protocol):
-    """A framework's training, as ``take_steps`` sees it; every process of a job calls the same in the same order.
-
-    ``place`` is rank and num_ranks, of those that take rows of a batch each; ``is_noted_by_jax`` says whether a signal
-    is noted for all processes. ``is_signalled`` says whether a signal ends the run: all processes agree on one step.
-    """
-
-    place: dict[str, int]
-    is_noted_by_jax: bool
-
-    @property
-    def num_steps(self) -> int: ...  # noqa: D102
-    def step(self, batch: Batch) -> Mapping[str, Any]: ...  # noqa: D102 - waits; gives loss, and skipped if it may be
-    def mean_loss(self, batches: Sequence[Batch]) -> float: ...  # noqa: D102 - of all ranks
-    def check_replicas(self) -> None: ...  # noqa: D102 - a ReplicaError if ranks differ in what each has in full
-    def is_signalled(self, signals: Sequence[int]) -> bool: ...  # noqa: D102
-    def save(self, folder: Any, position: Any) -> None: ...  # noqa: D102 - with a position in the data
-    def restore(self, folder: Any) -> Any: ...  # noqa: D102 - the newest checkpoint; gives its position
-
-
-def resume(options: TrainOptions, corpus: Corpus, training: Training, folder: Any, say: Callable[[str], None]) -> int:
-    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen."""
     if folder is None:
         return 0
     folder.reserve()  # no other job saves there meanwhile
@@ -291,20 +257,31 @@ def resume(options: TrainOptions, corpus: Corpus, training: Training, folder: An
         return 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    num_batches = batches_taken(training.restore(folder), options, corpus)
-    step = training.num_steps
-    if step >= options.steps:
+    saved, here = training.restore(folder), position_of(options, corpus, 0)
+    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
+        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
+    for name in ("seed", "text_bytes", "text_crc32"):
+        if here[name] != saved[name]:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
+            )
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    if (step := training.num_steps) >= options.steps:
         say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
     else:
         say(f"resumed at step {step}")
-    return num_batches
+    return saved["examples"] // options.batch_size
 
 
 def take_steps(
-    options: TrainOptions, corpus: Corpus, training: Training, folder: Any, num_batches: int,
+    options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
     say: Callable[[str], None], on_step: Callable[[StepReport], None],
 ) -> Progress:  # fmt: skip
     """Trains up to the last step; all processes of a job take the same branches.
+
+    ``training`` is ``_Training`` of ``train_program.py``, here or in torchref, of which all processes call the same in
+    the same order.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.

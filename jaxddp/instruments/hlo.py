@@ -12,14 +12,12 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..communication.buckets import dtype_bytes
-
-_T = TypeVar("_T")
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{\s*$")
 _NAME = re.compile(r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
@@ -109,14 +107,6 @@ Computation = dict[str, Instruction]
 """Instructions by name, in the order in which they are printed."""
 
 
-class Frame(NamedTuple):
-    """A line of the code that made an instruction, and the number of the frame that called it."""
-
-    file: str
-    line: str
-    caller: int
-
-
 @dataclass(frozen=True)
 class Module:
     """A program."""
@@ -124,16 +114,12 @@ class Module:
     header: str
     entry: str
     computations: dict[str, Computation]
-    frames: dict[int, Frame]
+    sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
 
     def source(self, instruction: Instruction) -> str:
-        """``file:line`` of the code that made an instruction, outside of libraries if it can be; empty if not said."""
+        """``file:line`` of the code that made an instruction; empty if not said."""
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        frame = innermost = self.frames.get(int(said[1])) if said else None
-        while frame is not None and _is_library(frame.file):
-            frame = self.frames.get(frame.caller)
-        frame = frame or innermost
-        return f"{frame.file}:{frame.line}" if frame else ""
+        return self.sources.get(int(said[1]), "") if said else ""
 
     def called(self, instruction: Instruction) -> Iterator[Computation]:
         """The computations that an instruction calls."""
@@ -149,27 +135,6 @@ class Module:
 
 class HLOError(ValueError):
     """A text is not a compiled program that can be read."""
-
-
-def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """Decorates a reader of a compiled program: what it does not find in a damaged text is an ``HLOError`` as well."""
-
-    @functools.wraps(read)
-    def checked(compiled: Any) -> _T:
-        if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-            kind = type(compiled).__name__
-            raise HLOError(
-                f"compiled (={kind}) must be a compiled program, jax.jit(f).lower(...).compile(), or its text"
-            )
-        try:
-            return read(compiled)
-        except HLOError:
-            raise
-        except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
-            found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
-            raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
-
-    return checked
 
 
 def parse_module(compiled: Any) -> Module:
@@ -215,10 +180,10 @@ def _parse(text: str) -> Module:
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
         raise HLOError(_CUT_OFF)
-    return Module(header, entry, computations, _frames(lines))
+    return Module(header, entry, computations, _sources(lines))
 
 
-def _frames(lines: Sequence[str]) -> dict[int, Frame]:
+def _sources(lines: Sequence[str]) -> dict[int, str]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
     tables: dict[str, dict[int, str]] = {}
     for line in itertools.takewhile(lambda line: not _HEADER.match(line), lines):
@@ -230,18 +195,20 @@ def _frames(lines: Sequence[str]) -> dict[int, Frame]:
     def number(line: str, key: str) -> int:
         return int(line.partition(f"{key}=")[2].partition(" ")[0])
 
-    frames = {}
-    for name, said in tables.get("StackFrames", {}).items():
-        place = tables["FileLocations"][number(said, "file_location_id")]
-        file = tables["FileNames"][number(place, "file_name_id")]
-        frames[name] = Frame(file, str(number(place, "line")), number(said, "parent_frame_id"))
+    frames = tables.get("StackFrames", {})
+    places = {name: tables["FileLocations"][number(frame, "file_location_id")] for name, frame in frames.items()}
+    files = {name: tables["FileNames"][number(place, "file_name_id")] for name, place in places.items()}
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
-    shift = frames[1].caller if 1 in frames else 0
-    return {name: frame._replace(caller=frame.caller - shift) for name, frame in frames.items()}
+    shift = number(frames[1], "parent_frame_id") if 1 in frames else 0
 
+    def found(name: int) -> str:
+        one = name
+        while one in files and any(part in files[one] for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
+            one = min(one - 1, number(frames[one], "parent_frame_id") - shift)  # those that call stand before
+        one = one if one in files else name
+        return f"{files[one]}:{number(places[one], 'line')}"
 
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith(_OWN_FOLDER)
+    return {name: found(name) for name in frames}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -251,7 +251,7 @@ def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: Tra
     mesh = targets.mesh(target.spec)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     return targets.start_compile_for_target(
-        target, auto_step(loss_fn, optimizer), (state, batch),
+        auto_step(loss_fn, optimizer), (state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.instruments.inspect import inspect_steps, transformer_training
-from jaxddp.instruments.targets import MemoryStats, TargetProgram
+from jaxddp.instruments.targets import TargetProgram
 from jaxddp.instruments.testdata import load_fixture
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.network import Network
@@ -97,7 +97,10 @@ def compiles_to(monkeypatch):
     """Sets how much memory every program takes that is compiled."""
 
     def needs(peak_bytes):
-        program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, peak_bytes, 0, 0))
+        names = "argument", "output", "alias", "temp"
+        sizes = dict.fromkeys((f"{name}_size_in_bytes" for name in names), 0) | {"temp_size_in_bytes": peak_bytes}
+        memory = SimpleNamespace(**sizes)
+        program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), memory)
         for name in ("start_compile_without_communication", "start_compile"):
             monkeypatch.setattr(targets, name, lambda *args: SimpleNamespace(result=lambda: program))
 

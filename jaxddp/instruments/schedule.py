@@ -22,7 +22,7 @@ import numpy as np
 
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
-from .hlo import Computation, HLOError, Instruction, Module, one_line_errors, parse_module
+from .hlo import Computation, HLOError, Instruction, Module, parse_module
 from .work import Work, WorkCounter, trip_count
 
 COLLECTIVE_KINDS = (
@@ -160,16 +160,24 @@ class Schedule:
         return Overlap(fraction, in_flight, late, total)
 
 
-@one_line_errors
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
-        HLOError: A ValueError, if the text is not a scheduled HLO module, or is damaged.
+        HLOError: A ValueError of one line, if the text is not a scheduled HLO module, or is damaged.
     """
-    module = parse_module(compiled)
-    reader = _Reader(module)
-    operations = reader.read(module.computations[module.entry])
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
+        raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
+    try:
+        module = parse_module(compiled)
+        reader = _Reader(module)
+        operations = reader.read(module.computations[module.entry])
+    except HLOError:
+        raise
+    except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
+        found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
+        raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
 

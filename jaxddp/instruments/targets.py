@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -42,28 +43,16 @@ TIMEOUT_S = 600.0
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
-def start_compile_for_target(
-    target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
-) -> Pending:
+def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
-    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, the options those of ``jax.jit``, with ``in_shardings``
-    over ``targets.mesh``.
+    Args:
+        function: To compile.
+        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
+        **options: Of ``jax.jit``; ``in_shardings`` are over the mesh of a target.
 
     Raises:
-        TargetError: If the compiler for this target is not installed, or the shardings are of a mesh of other size.
-    """
-    mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
-    return _start(target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh)
-
-
-def compile_for_target(
-    target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
-) -> TargetProgram:
-    """Does the same and waits for the program.
-
-    Raises:
-        TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
+        ValueError: If the mesh is none of a target, or its compiler is not installed.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -71,11 +60,13 @@ def compile_for_target(
         >>> from jaxddp import targets
         >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
         >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        >>> program = compile_for_target(targets.target("h100:2"), jnp.sum, [x], in_shardings=by_rank)
-        >>> "all-reduce" in program.as_text()
+        >>> "all-reduce" in start_compile_for_target(jnp.sum, [x], in_shardings=by_rank).result().as_text()
         True
     """
-    return start_compile_for_target(target, function, args, **options).result()
+    mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
+    if (target := target_of(mesh)) is None:
+        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
+    return _start(target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh)
 
 
 def compile_jitted(
@@ -84,7 +75,7 @@ def compile_jitted(
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
     Raises:
-        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size.
+        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size.
     """
     if mesh is None:
         raise TargetError(
@@ -154,11 +145,11 @@ def check_installed(target: Target) -> None:
         raise TargetError(
             f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
         )
-    is_gpu = target.platform == "gpu"
-    missing = (
-        [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [f"the {'CUDA' if is_gpu else 'TPU'} compiler"]
+    found = {"flatbuffers": find_spec("flatbuffers")}
+    found |= (
+        {"the CUDA compiler": cuda_plugins()} if target.platform == "gpu" else {"the TPU compiler": find_spec("libtpu")}
     )
-    missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
+    missing = [name for name, one in found.items() if not one]
     if missing:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
@@ -283,8 +274,7 @@ def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> 
     kind, content = pickle.loads(done.stdout)
     if kind == "refused":
         raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
-    memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
-    return TargetProgram(target, content["text"], memory)
+    return TargetProgram(target, content["text"], SimpleNamespace(**content["memory"]))
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -299,7 +289,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
     """
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
-    register_compiler(device, partial(compile_for_target, named))
+    register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
     sizes = axes_of_ranks(named.num_devices, axis, replicas)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
@@ -319,29 +309,18 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     return target(mesh.abstract_device.device_kind)
 
 
-class MemoryStats(NamedTuple):
-    """Memory of a compiled program on each device in bytes, named as in ``Compiled.memory_analysis()``."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int  # of the arguments, what the outputs take over
-    temp_size_in_bytes: int
-    generated_code_size_in_bytes: int
-    peak_memory_in_bytes: int
-
-
 class TargetProgram(NamedTuple):
     """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
 
     target: Target
     text: str
-    memory: MemoryStats
+    memory: Any  # named as in Compiled.memory_analysis()
 
     def as_text(self) -> str:
         """The scheduled HLO module."""
         return self.text
 
-    def memory_analysis(self) -> MemoryStats:
+    def memory_analysis(self) -> Any:
         """Memory on each device."""
         return self.memory
 
@@ -369,7 +348,7 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     function, args, options = trainer.step_function(state, batch)
-    return start_compile_for_target(_named(trainer.mesh), function, args, **options)
+    return start_compile_for_target(function, args, **options)
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
@@ -382,17 +361,10 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
         ValueError: As ``start_compile``.
     """
     check_kind("trainer", trainer, Trainer, "a Trainer")
-    target = _named(trainer.mesh)
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)
-    return start_compile_for_target(target, function, args, **options)
-
-
-def _named(mesh: Mesh | AbstractMesh) -> Target:
-    if (found := target_of(mesh)) is None:
-        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
-    return found
+    return start_compile_for_target(function, args, **options)
