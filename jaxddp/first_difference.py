@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arguments import check_function
+from .step_parity import difference
 from .table import table
 
 _ROUNDING = 1e-9  # in float64: the order of sums, through a few hundred layers
@@ -108,7 +109,10 @@ def first_difference(
         by_name = {_canonical(name): value for name, value in mine.items()}
         for name, value in right.items():
             if (found := by_name.get(_canonical(names.get(name, name)))) is not None:
-                compared.append(Compared(name, kinds[name], bool(is_backward), _difference(found, value)))
+                if found.ndim == 4 and found.shape != value.shape:
+                    found = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
+                apart = difference(found, value, least=0)
+                compared.append(Compared(name, kinds[name], bool(is_backward), apart))
     missing = tuple(name for name in kinds if name not in {one.name for one in compared})
     if not compared:
         known = ", ".join(ours[0]) or "nothing that is a Linen module or marked"
@@ -182,15 +186,6 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any) -> tu
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
     return values, grads, kinds
-
-
-def _difference(mine: np.ndarray, right: np.ndarray) -> float:
-    if mine.ndim == 4 and mine.shape != right.shape:
-        mine = mine.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-    if mine.shape != right.shape:
-        return np.inf
-    largest = float(np.max(np.abs(right), initial=0.0))
-    return float(np.max(np.abs(mine - right), initial=0.0)) / (largest or 1.0)
 
 
 def _numbered(name: str, taken: Mapping[str, Any]) -> str:

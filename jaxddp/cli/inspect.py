@@ -15,7 +15,6 @@ from ..arguments import check_integer
 from .quiet import import_jax_on_cpu
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
-_BY_LEAVES = ("zero1:leaves", "zero2:leaves")
 
 
 def add_parser(commands: Any) -> None:
@@ -34,8 +33,7 @@ def add_parser(commands: Any) -> None:
         "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
         "model_state")  # fmt: skip
     add("--strategy", default="bucketed", metavar="NAME", help="such as bucketed or zero2, a wrong name lists all; "
-        "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
-        "%(default)s)")  # fmt: skip
+        "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
         "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
@@ -97,17 +95,13 @@ def _inspected(arguments: argparse.Namespace) -> list[Any]:
     from ..instruments.inspect import inspect_steps
     from ..planning.machine import network_of
     from ..planning.machine import target as machine_of
-    from ..registry import make_strategy
 
     target = machine_of(arguments.target or "h100:8", peaks=arguments.peaks)
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}
     network = network_of(target, **speed, latency_us=arguments.latency_us, file=arguments.network_file)
-    strategies = [
-        make_strategy(name.removesuffix(":leaves"), shard="leaves") if name in _BY_LEAVES else name
-        for name in dict.fromkeys([arguments.strategy, *arguments.compare])
-    ]
+    strategies = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     say = (lambda text: None) if arguments.json else partial(print, flush=True)
     training = _training(arguments, target.num_devices)
     return inspect_steps(strategies, training, target, network, bucket_mb=arguments.bucket_mb, say=say)

@@ -1,8 +1,7 @@
-"""What all command lines share: the argument parser, also of ``python -m benchmarks``, and errors in one line.
+"""What all command lines share: running a command, and errors in one line.
 
 A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
-``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports slow modules only when it
-runs, so that ``--help`` is fast.
+``(arguments) -> int | None``, the exit status if it is not 0. It imports slow modules only when it runs: help is fast.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..table import table
 from . import targets
-from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -106,7 +104,7 @@ def collectives(
 
     Args:
         program: A function, jitted or not (``jax.jit``, ``jax.shard_map``, ``nnx.jit``); or one that is lowered or
-            compiled already; or a file, or the text, of a scheduled HLO module.
+            compiled already; or the text of a scheduled HLO module.
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
@@ -136,8 +134,8 @@ def collectives(
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        compiled = _compiled(program)
-    schedule = read_schedule(compiled)
+        compiled = program.compile() if hasattr(program, "compile") else program
+    schedule = read_schedule(compiled.lstrip() if isinstance(compiled, str) else compiled)
     times: Counter[Found] = Counter()
     for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
         times[one._replace(times=0)] += one.times
@@ -145,23 +143,6 @@ def collectives(
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
-
-
-def _compiled(program: Any) -> Any:
-    """A program that is lowered, compiled, or written, as ``read_schedule`` takes it."""
-    if hasattr(program, "compile"):
-        return program.compile()
-    if isinstance(program, str) and program.lstrip().startswith("HloModule"):
-        return program.lstrip()
-    if hasattr(program, "as_text"):
-        return program
-    if not isinstance(program, (str, os.PathLike)):
-        raise ValueError(f"program (={type(program).__name__}) must be a function, a compiled program, or HLO text")
-    try:
-        return Path(program).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        text = getattr(error, "strerror", None) or "it is no text"
-        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
 def _read(

@@ -145,11 +145,10 @@ def check_installed(target: Target) -> None:
         raise TargetError(
             f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
         )
-    found = {"flatbuffers": find_spec("flatbuffers")}
-    found |= (
-        {"the CUDA compiler": cuda_plugins()} if target.platform == "gpu" else {"the TPU compiler": find_spec("libtpu")}
-    )
-    missing = [name for name, one in found.items() if not one]
+    is_gpu = target.platform == "gpu"
+    compiler = "the CUDA compiler" if is_gpu else "the TPU compiler"
+    missing = [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [compiler]
+    missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
     if missing:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
