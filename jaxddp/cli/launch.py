@@ -15,11 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..arguments import check_integer, check_positive
 from ..processes.job import STUCK_S, TOKEN, find_job
@@ -54,8 +53,8 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.launch.init_from_env(). Rank 0 is shown, every rank has a log. In a job that torchrun, srun or "
-        "mpirun has started, each process runs the script.",
+        "or torchref.launch.init_from_env(). Rank 0 is shown, the others have logs. In a job that torchrun, srun or mpirun "
+        "has started, each process runs the script.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks is None:
         raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
     if status := launch(command, ranks, arguments.log_dir, restarts):
-        print_line(f"ended with status {status}: the logs of all ranks are in {arguments.log_dir}")
+        print_line(f"ended with status {status}: the logs of the other ranks are in {arguments.log_dir}")
     return status
 
 
@@ -104,7 +103,7 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     Args:
         command: A script or ``-m module``, and its arguments.
         num_processes: How many.
-        log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
+        log_dir: Folder for a log of each process but the first, which alone is shown; if None all are shown.
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
 
     Raises:
@@ -133,25 +132,19 @@ class _Processes:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
         }  # fmt: skip
-        is_logged = log_dir is not None
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.readers: list[threading.Thread] = []
         for rank in range(count):
-            variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
-            process = subprocess.Popen(
-                child_command(command),
-                env=os.environ | {name: str(value) for name, value in variables.items()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if is_logged else None,
-                stderr=subprocess.STDOUT if is_logged else None,
-                process_group=0,
-            )
+            variables = {name: str(value) for name, value in (alike | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            with contextlib.ExitStack() as stack:
+                log = None  # as this process's own
+                if log_dir is not None and rank:
+                    Path(log_dir).mkdir(parents=True, exist_ok=True)
+                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
+                process = subprocess.Popen(
+                    child_command(command), env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log and subprocess.STDOUT, process_group=0,
+                )  # fmt: skip
             self.processes.append(process)
-            if log_dir is not None:
-                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
-                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
-                self.readers.append(reader)
-                reader.start()
 
     def wait(self) -> tuple[int, bool]:
         """Waits for all; gives the exit status, and whether a signal came, which is passed on to the processes.
@@ -206,29 +199,8 @@ class _Processes:
         for process in self._running():
             _kill_group(process)
             process.wait()
-        for reader in self.readers:
-            reader.join(_GRACE_S)  # not for ever: what it has started may have left its group
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
-    """Copies what a process prints to its log and to standard output, and without either it must not have to wait."""
-    outputs = [1] * is_shown
-    with lines, contextlib.ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            outputs.append(stack.enter_context(path.open(mode, buffering=0)).fileno())
-        except OSError as error:
-            print_line(f"{path}: {error.strerror}: the job goes on without this log")
-        for line in lines:
-            for output in list(outputs):
-                try:
-                    os.write(output, line)
-                except OSError as error:  # a full disk, or a pipe that is closed, as by head
-                    outputs.remove(output)
-                    if output != 1:
-                        print_line(f"{path}: {error.strerror}: the job goes on without this log")
