@@ -68,7 +68,6 @@ NCCLS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
     ("changed", "status", "subject", "advice"),
     [
         ({"jax": CPU}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda13]"),
-        ({"jax": CPU, "driver": "550.54"}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda12]"),
         ({"jax": CPU | {"cuda": [13]}, "driver": "550.54"}, FAIL, "JAX",
          "CUDA 13 needs a driver from 580 on: install .[cuda12]"),
         ({"torch": "No module named 'torch'"}, NOTE, "torch", "torchref needs it: install .[torch]"),

@@ -53,8 +53,8 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.launch.init_from_env(). Rank 0 is shown, the others have logs. In a job that torchrun, srun or mpirun "
-        "has started, each process runs the script.",
+        "or torchref.launch.init_from_env(). Rank 0 is shown, the others have logs. In a job that torchrun, srun or "
+        "mpirun has started, each process runs the script.",
         allow_abbrev=False,
     )
     add = parser.add_argument
