@@ -97,9 +97,7 @@ class Collectives:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
-def collectives(
-    program: Any, *args: Any, target: str | None = None, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
-) -> Collectives:
+def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: Any) -> Collectives:
     """Reads the collectives of one call of a program off what it compiles to.
 
     Args:
@@ -108,7 +106,6 @@ def collectives(
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
-        mesh: By whose axes groups of devices are named; that of the arguments or of a ``shard_map`` inside if None.
         **kwargs: The function's.
 
     Raises:
@@ -124,9 +121,10 @@ def collectives(
         >>> collectives(lambda x: x.sum(0), x).pairs
         [('all-reduce', 12)]
     """
+    mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
         jitted = program if hasattr(program, "lower") else jax.jit(program)
-        mesh = mesh or _mesh_of(jitted, args, kwargs)
+        mesh = _mesh_of(jitted, args, kwargs)
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
