@@ -1,9 +1,8 @@
-"""The output of ``inspect``: a table with a row for each step, or one JSON object."""
+"""The output of ``inspect``: one JSON object, or its numbers as a table with a row for each step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,22 @@ def show(inspections: list[Inspection], model: str, folder: Path | None) -> None
     first = inspections[0]
     print(paragraph(f"{model} on {first.title}"))
     print(paragraph(first.rates))
+    found = [_object(each) for each in inspections]
     # Four significant figures for the longest step.
-    digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
-    print(f"\n{table(_HEADS, [_cells(each, digits) for each in inspections], left=('check',))}\n")
-    bound = first.bound
-    terms = [bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s]
-    step, compute, forward, gradient, all_reduce = _in_ms(terms, digits)
+    digits = max(0, 3 - math.floor(math.log10(max(each["step_ms"] for each in found))))
+    print(f"\n{table(_HEADS, [_cells(each, digits) for each in found], left=('check',))}\n")
+    bound, chip = first.bound, first.target.chip
+    terms = bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s
+    step, compute, forward, gradient, all_reduce = (f"{seconds * 1e3:.{digits}f}" for seconds in terms)
     print(paragraph(
         f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
         f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
     ))  # fmt: skip
-    chip = first.target.chip
     pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
     print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
-    for inspection in inspections:
-        for note in inspection.notes:
-            print(paragraph(f"{inspection.strategy}: {note}"))
+    for each in found:
+        for note in each["notes"]:
+            print(paragraph(f"{each['strategy']}: {note}"))
     if folder is not None:
         print(f"\n{folder}: timeline.png")
 
@@ -56,8 +55,7 @@ def as_json(inspections: list[Inspection]) -> dict[str, Any]:
 
 
 def _object(inspection: Inspection) -> dict[str, Any]:
-    overlap, simulation = inspection.schedule.overlap(), inspection.simulation
-    network = inspection.network
+    overlap, simulation, network = inspection.schedule.overlap(), inspection.simulation, inspection.network
     return {
         "strategy": inspection.strategy,
         "target": inspection.target.spec,
@@ -83,23 +81,14 @@ def _object(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _cells(inspection: Inspection, digits: int) -> list[str]:
-    overlap, simulation = inspection.schedule.overlap(), inspection.simulation
-    total = overlap.num_bytes or 1
-    times = (simulation.compute_s, simulation.communication_s, simulation.exposed_s, simulation.step_s)
+def _cells(found: dict[str, Any], digits: int) -> list[str]:
+    planned, compiled = ([(one["kind"], one["bytes"]) for one in found[name]] for name in ("planned", "compiled"))
+    total, first = sum(num_bytes for _, num_bytes in compiled), found["first_start_fraction"]
+    shares = (found["bytes_in_flight_during_backward"], found["bytes_started_after_backward"])
     return [
-        inspection.strategy,
-        "-" if inspection.as_planned is None else count_kinds(inspection.planned),
-        count_kinds(inspection.compiled),
-        _CHECKS[inspection.as_planned],
-        f"{overlap.num_bytes / MIB:.1f}",
-        "-" if overlap.first_start_fraction is None else f"{overlap.first_start_fraction:.0%}",
-        *(f"{share / total:.0%}" for share in (overlap.bytes_in_flight, overlap.bytes_started_after_backward)),
-        *_in_ms(times, digits),
-        f"{simulation.step_s / inspection.bound.step_s:.3f}",
-        f"{inspection.memory['peak'] / 1e9:.1f}",
-    ]
-
-
-def _in_ms(seconds: Iterable[float], digits: int) -> list[str]:
-    return [f"{each * 1e3:.{digits}f}" for each in seconds]
+        found["strategy"], "-" if found["as_planned"] is None else count_kinds(planned), count_kinds(compiled),
+        _CHECKS[found["as_planned"]], f"{total / MIB:.1f}", "-" if first is None else f"{first:.0%}",
+        *(f"{share / (total or 1):.0%}" for share in shares),
+        *(f"{found[f'{name}_ms']:.{digits}f}" for name in ("compute", "comm", "exposed", "step")),
+        f"{found['step_ms'] / found['lower_bound_ms']:.3f}", f"{found['memory']['peak'] / 1e9:.1f}",
+    ]  # fmt: skip

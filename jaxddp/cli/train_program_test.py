@@ -259,19 +259,6 @@ def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):
     train(bigram(steps=1, checkpoint=str(tmp_path)), on_step=second)
 
 
-def test_a_damaged_checkpoint_is_passed_over(bigram, tmp_path):
-    run = partial(bigram, checkpoint=str(tmp_path), checkpoint_every=2, resume=True, steps=4)
-    train(run())
-    expected = saved_state(tmp_path, 4)
-    (tmp_path / "4" / "state.npz").unlink()
-    lines: list[str] = []
-    train(run(), lines.append)
-    assert f"checkpoint of step 4 in {str(tmp_path)!r} is damaged or half-written: took step 2" in lines
-    assert "resumed at step 2" in lines
-    for name, array in saved_state(tmp_path, 4).items():
-        np.testing.assert_array_equal(array, expected[name])
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_when_the_step_is_saved(bigram, tmp_path, number):
     def on_step(report):
