@@ -142,7 +142,7 @@ class _Processes:
                     log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
                 process = subprocess.Popen(
                     child_command(command), env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log and subprocess.STDOUT, process_group=0,
+                    stderr=None if log_dir is None else subprocess.STDOUT, process_group=0,
                 )  # fmt: skip
             self.processes.append(process)
 

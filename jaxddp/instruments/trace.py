@@ -60,7 +60,7 @@ class Event(NamedTuple):
     name: str
     start_us: float
     end_us: float
-    kind: str  # A kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
+    kind: str  # a kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
     num_bytes: int | None = None  # of a collective's full buffer; None if the profile does not say
     num_ranks: int | None = None  # that take part in a collective; None as well
 
