@@ -132,13 +132,14 @@ class _Processes:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
         }  # fmt: skip
+        if log_dir is not None:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(count):
             variables = {name: str(value) for name, value in (alike | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             with contextlib.ExitStack() as stack:
                 log = None  # as this process's own
                 if log_dir is not None and rank:
-                    Path(log_dir).mkdir(parents=True, exist_ok=True)
                     log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
                 process = subprocess.Popen(
                     child_command(command), env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log,
