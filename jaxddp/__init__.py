@@ -16,6 +16,7 @@
     planning                          cost formulas and chips, for a cluster that is not here; needs no framework
     instruments                       look from outside: read compiled programs, compile for absent machines, simulate
     parity.py step_parity.py          your own training under every strategy, on one device, in PyTorch; your own step
+    first_difference.py               the first module in which a port and its PyTorch module part
     cli table.py                      ``python -m jaxddp``; tables in plain text
     pytest_plugin.py                  what a program communicates, as a test
 

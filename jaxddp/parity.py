@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec
 from .arguments import check_integer, is_number
 from .checkpoint.host_state import is_key, to_host
 from .checkpoint.interop import to_numpy, torch_names
+from .first_difference import first_difference as first_difference
+from .first_difference import mark as mark
 from .layout import cut_leaves, whole
 from .loss import Weighted, with_key
 from .mesh import data_mesh

@@ -207,10 +207,10 @@ def has_unlike_copies(leaf: jax.Array) -> bool:
     return any(len(bits) > 1 for bits in copies.values())
 
 
-def difference(found: np.ndarray, right: np.ndarray) -> float:
-    """The largest of any element, relative to the largest element where that is above 1."""
+def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
+    """The largest of any element, relative to the largest element where that is above ``least``."""
     if found.shape != right.shape:
         return np.inf
     wide = np.complex128 if np.iscomplexobj(right) else np.float64
     apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
-    return float(apart / max(1.0, float(size)))
+    return float(apart / (max(least, float(size)) or 1.0))

@@ -1,0 +1,143 @@
+"""Ports of a model with one fault each: the module that has it is named, and no one before it."""
+
+import flax.linen as linen
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jaxddp.parity import first_difference, mark
+
+WIDTH = 6
+BATCH = {"x": np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)}
+
+
+class Twin(nn.Module):
+    """What each of the models below is in PyTorch."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, eps=eps)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        for place, parameter in enumerate(self.parameters()):
+            values = np.random.default_rng(place + 1).normal(size=parameter.shape)
+            parameter.data = torch.from_numpy(values.astype(np.float32))
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.inner(x)) * 1e-2)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.LayerNorm(name="norm")(jnp.tanh(linen.Dense(WIDTH, name="inner")(x)) * 1e-2)
+        for place in range(2):
+            x = jnp.tanh(linen.Dense(WIDTH, name=f"layers_{place}")(x))
+        return x
+
+
+def weights(twin, separator="."):
+    """Of the twin, as Flax has them."""
+    found = {}
+    for name, value in twin.state_dict().items():
+        path, _, kind = name.rpartition(".")
+        array = value.numpy()
+        kinds = {"weight": "scale" if array.ndim == 1 else "kernel", "bias": "bias"}
+        found.setdefault(path.replace(".", separator), {})[kinds[kind]] = array.T if array.ndim == 2 else array
+    return found
+
+
+def linen_loss(params, batch):
+    return jnp.mean(OfLinen().apply({"params": params}, batch["x"]) ** 2)
+
+
+def torch_loss(module, batch):
+    return (module(batch["x"]) ** 2).mean()
+
+
+def compare(loss_fn, params, twin=None, **options):
+    return first_difference(loss_fn, params, BATCH, twin or Twin(), torch_loss, **options)
+
+
+def test_models_that_agree_are_not_apart():
+    found = compare(linen_loss, weights(Twin(), "_"))
+    assert found.first is None and not found.missing
+    assert {one.name for one in found.compared} == {"", "inner", "norm", "layers.0", "layers.1"}
+    assert {one.is_backward for one in found.compared} == {False, True}
+
+
+def test_a_transposed_weight_is_found_by_name_and_class():
+    params = weights(Twin(), "_")
+    params["layers_0"]["kernel"] = params["layers_0"]["kernel"].T
+    found = compare(linen_loss, params)
+    assert (found.first.name, found.first.kind, found.first.is_backward) == ("layers.0", "Linear", False)
+    assert "APART" in str(found)
+
+
+def test_a_wrong_epsilon_is_found_in_float64():
+    found = compare(linen_loss, weights(Twin(), "_"), Twin(eps=1e-5))
+    assert found.first.name == "norm" and 1e-9 < found.first.difference < 1
+
+
+def marked_loss(params, batch, scale=1.0):
+    x = mark("a", batch["x"] @ params["w"])
+    return jnp.mean((mark("b", jnp.tanh(x) * scale)) ** 2)
+
+
+def test_marks_find_a_fault_of_the_backward_alone():
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()
+
+        def forward(self, x):
+            # The derivative of a is lost on the way back.
+            x = self.a(x)
+            return self.b(x * 0.5 + x.detach() * 0.5)
+
+    module = Marked()
+    params = {"w": module.a.weight.detach().numpy().T}
+    found = compare(marked_loss, params, module)
+    assert (found.first.name, found.first.is_backward) == ("a", True)
+    assert found.missing == ("",)
+    # Outside of a comparison a mark is the value.
+    assert float(marked_loss(params, BATCH)) > 0
+
+
+def test_names_are_mapped_and_missing_ones_are_said():
+    module = nn.Sequential()
+    module.add_module("up", nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def loss_fn(params, batch):
+        return jnp.mean(mark("a", batch["x"] @ params["w"]) ** 2)
+
+    params = {"w": module.up.weight.detach().numpy().T}
+    assert compare(loss_fn, params, module, names={"up": "a"}).first is None
+    with pytest.raises(ValueError, match="counterpart") as refused:
+        compare(loss_fn, params, module)
+    assert "up" in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def test_a_module_that_returns_no_tensor_is_listed():
+    module = nn.Sequential()
+    module.add_module("up", nn.Linear(WIDTH, WIDTH, bias=False))
+    module.add_module("pair", Pair())
+
+    def loss_fn(params, batch):
+        return jnp.mean(mark("up", batch["x"] @ params["w"]) ** 2)
+
+    found = first_difference(
+        loss_fn, {"w": module.up.weight.detach().numpy().T}, BATCH, module,
+        lambda module, batch: (module(batch["x"])[0] ** 2).mean(),
+    )  # fmt: skip
+    assert found.first is None and set(found.missing) == {"pair", ""}
