@@ -81,7 +81,7 @@ def compile_jitted(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    if not hasattr(jitted.trace(*args, **kwargs), "_params"):
+    if not isinstance(jitted, jax.stages.Wrapped):
         raise TargetError(
             f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target, not of nnx.jit"
         )
