@@ -4,15 +4,18 @@
     print(found)            # a row for each module, forward and backward
     print(found.first)      # the first that is apart
 
-Both run once on the same batch in float64, with the weights that each has: one that was carried over wrong may be what
-is looked for. Outputs of PyTorch's submodules are compared with those of Linen's of the same name, and with what is
-marked: ``x = jaxddp.parity.mark("layers.0.attention", x)``.
+Both run once on the same batch, in float64 and then in the user's dtype, with the weights that each has: one that was
+carried over wrong may be what is looked for. Outputs of PyTorch's submodules are compared with those of Flax modules of
+the same name, Linen's or NNX's, and with what is marked:
+
+    x = jaxddp.parity.mark("layers.0.attention", x)       the value, unchanged
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,33 +24,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import check_function
-from .step_parity import difference
+from .arguments import check_function, check_kind
 from .table import table
+from .tree import is_floating
 
-_ROUNDING = 1e-9  # in float64: the order of sums, through a few hundred layers
+_EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
+_ROUNDED = 1e3  # units in the last place, of the user's dtype
 
 
 class Compared(NamedTuple):
-    """One output of a module, or the gradient of the loss by it, in both frameworks."""
+    """One output of a module, or the gradient of the loss by it, in both frameworks.
 
-    name: str  # of the module in PyTorch; its second output in a step is NAME#2
-    kind: str  # its class
-    is_backward: bool  # whether it is the gradient
-    difference: float  # largest of an element, relative to the largest element; infinite for other shapes
+    Attributes:
+        name: Of the module in PyTorch; its second output in a step is ``NAME#2``.
+        kind: Its class.
+        is_backward: Whether it is the gradient.
+        in_float64: Largest difference of an element, relative to the largest element; infinite for other shapes.
+        in_dtype: The same in the user's dtype.
+        is_apart: Whether it is more than rounding in either.
+    """
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether it is more than rounding."""
-        return not self.difference <= _ROUNDING
+    name: str
+    kind: str
+    is_backward: bool
+    in_float64: float
+    in_dtype: float
+    is_apart: bool
+
+    def __str__(self) -> str:
+        where = "gradient of the output" if self.is_backward else "output"
+        return f"{where} of {self.name or 'the model'} ({self.kind}): {self.in_float64:.1e} in float64"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that could be compared; printed, it is a table."""
+    """All that could be compared; printed, it is a table.
 
-    compared: tuple[Compared, ...]  # outputs in the order of PyTorch's forward, then gradients in that of its backward
-    missing: tuple[str, ...]  # modules of PyTorch without a counterpart of their name, or whose output is no tensor
+    Attributes:
+        compared: Outputs in the order of PyTorch's forward, then gradients in that of its backward.
+        dtype: The user's.
+        only_in_torch: Modules without a counterpart of their name, or whose output is no tensor.
+        only_in_jax: Likewise, without a counterpart.
+    """
+
+    compared: tuple[Compared, ...]
+    dtype: str
+    only_in_torch: tuple[str, ...]
+    only_in_jax: tuple[str, ...]
 
     @property
     def first(self) -> Compared | None:
@@ -57,21 +80,22 @@ class Comparison:
     def __str__(self) -> str:
         rows = [
             (one.name or "(the model)", one.kind, "backward" if one.is_backward else "forward",
-             f"{one.difference:.1e}", "APART" if one.is_apart else "ok")
+             f"{one.in_float64:.1e}", f"{one.in_dtype:.1e}", "APART" if one.is_apart else "ok")
             for one in self.compared
         ]  # fmt: skip
-        shown = table(("module", "class", "pass", "difference", "check"), rows, left=("class", "pass", "check"))
-        return f"{shown}\nnot compared: {', '.join(self.missing) or 'nothing'}"
+        lines = [
+            table(("module", "class", "pass", "float64", self.dtype, "check"), rows, left=("class", "pass", "check"))
+        ]
+        lines += [f"first apart: {self.first}"] * (self.first is not None)
+        for framework, names in (("PyTorch", self.only_in_torch), ("JAX", self.only_in_jax)):
+            lines += [f"only in {framework}: {', '.join(names)}"] * bool(names)
+        return "\n".join(lines)
 
 
 def mark(name: str, value: jax.Array) -> jax.Array:
     """Gives a value to ``first_difference`` under the name of a module of PyTorch's; elsewhere it does nothing."""
-    if (record := _record.get()) is None:
-        return value
-    values, zeros = record
-    name = _numbered(name, values)
-    values[name] = value = value if zeros is None else value + zeros[name]
-    return value
+    record = _record.get()
+    return value if record is None else record.add(name, value)
 
 
 def first_difference(
@@ -82,6 +106,7 @@ def first_difference(
     torch_loss: Callable[[Any, Any], Any],
     *,
     names: Mapping[str, str] | None = None,
+    dtype: Any = jnp.float32,
 ) -> Comparison:
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
 
@@ -93,41 +118,90 @@ def first_difference(
         module: An ``nn.Module``, with its weights; it is copied.
         torch_loss: ``(module, batch)`` to a scalar.
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
+        dtype: The user's, which is compared after float64.
 
     Returns:
         The comparison.
 
     Raises:
-        ValueError: If no module has a counterpart.
+        ValueError: If an argument is of another kind, or no module has a counterpart.
     """
     check_function("loss_fn", loss_fn)
     check_function("torch_loss", torch_loss)
-    names = names or {}
-    ours, (*theirs, kinds) = _in_jax(loss_fn, params, batch), _in_torch(module, torch_loss, batch)
-    compared = []
-    for is_backward, (mine, right) in enumerate(zip(ours, theirs, strict=True)):
-        by_name = {_canonical(name): value for name, value in mine.items()}
-        for name, value in right.items():
-            if (found := by_name.get(_canonical(names.get(name, name)))) is not None:
-                if found.ndim == 4 and found.shape != value.shape:
-                    found = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-                apart = difference(found, value, least=0)
-                compared.append(Compared(name, kinds[name], bool(is_backward), apart))
-    missing = tuple(name for name in kinds if name not in {one.name for one in compared})
+    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
+    if not is_floating(dtype):
+        raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
+    found: dict[str, dict[tuple[str, bool], float]] = {}
+    for one in ("float64", jnp.dtype(dtype).name):
+        ours = _in_jax(loss_fn, params, batch, one)
+        theirs, kinds = _in_torch(module, torch_loss, batch, one)
+        found[one] = _differences(ours, theirs, names or {})
+    exact, rounded = found["float64"], found[jnp.dtype(dtype).name]
+    limit = _ROUNDED * float(jnp.finfo(dtype).eps)
+    compared = tuple(
+        Compared(name, kinds[name], is_backward, apart, rounded[name, is_backward],
+                 not (apart <= _EXACT and rounded[name, is_backward] <= limit))
+        for (name, is_backward), apart in exact.items()
+    )  # fmt: skip
+    matched = {_canonical((names or {}).get(one.name, one.name)) for one in compared}
+    only_in_torch = tuple(name for name in kinds if _canonical((names or {}).get(name, name)) not in matched)
+    only_in_jax = tuple(name for name in ours[0] if _canonical(name) not in matched)
     if not compared:
-        known = ", ".join(ours[0]) or "nothing that is a Linen module or marked"
-        raise ValueError(f"no module has a counterpart: PyTorch has {', '.join(missing[:5])}, and JAX {known:.100}")
-    return Comparison(tuple(compared), missing)
+        raise ValueError(
+            f"no module has a counterpart: PyTorch has {', '.join(only_in_torch[:5])}, and JAX"
+            f" {', '.join(only_in_jax[:5]) or 'nothing that is a Flax module or marked'}; give names="
+        )
+    return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
 
 
-# While a loss is compared: values by name, and for each a zero that is added, by which the loss can be differentiated.
-_record: ContextVar[tuple[dict[str, jax.Array], Mapping[str, jax.Array] | None] | None] = ContextVar(
-    "jaxddp_marks", default=None
-)
+Values = dict[str, np.ndarray]
+Passes = tuple[Values, Values]
+"""Outputs in the order of the forward, and gradients by them."""
 
 
-def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> list[dict[str, np.ndarray]]:
-    """Outputs by name in the order of the forward, and gradients by them."""
+class _Record:
+    """Values by name; each with a zero added, by which the loss can be differentiated."""
+
+    def __init__(self, zeros: Mapping[str, jax.Array] | None) -> None:
+        self.values: dict[str, jax.Array] = {}
+        self._zeros = zeros
+
+    def add(self, name: str, value: jax.Array) -> jax.Array:
+        name = _numbered(name, self.values)
+        value = value if self._zeros is None else value + self._zeros[name]
+        self.values[name] = value
+        return value
+
+
+_record: ContextVar[_Record | None] = ContextVar("jaxddp_marks", default=None)
+
+
+def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Passes:
+    with jax.enable_x64(dtype == "float64" or jax.config.read("jax_enable_x64")), jax.disable_jit():
+        params, batch = (jax.tree.map(lambda leaf: _cast(jnp.asarray(leaf), dtype), tree) for tree in (params, batch))
+
+        def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+            record = _Record(zeros)
+            token = _record.set(record)
+            try:
+                with _marked_linen(), _marked_nnx():
+                    loss = loss_fn(params, batch)
+            finally:
+                _record.reset(token)
+            return loss, record.values
+
+        zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
+        grads, values = jax.grad(recorded, has_aux=True)(zeros)
+        return tuple({name: np.asarray(one, np.float64) for name, one in tree.items()} for tree in (values, grads))  # type: ignore[return-value]
+
+
+def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
+    return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+@contextlib.contextmanager
+def _marked_linen() -> Iterator[None]:
+    """Marks what Linen modules return, by their paths."""
     import flax.linen as nn
 
     def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -135,45 +209,78 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> list
         is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
         return mark(".".join(context.module.path), result) if is_output else result
 
-    def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        values: dict[str, jax.Array] = {}
-        token = _record.set((values, zeros))
-        try:
-            with nn.intercept_methods(interceptor):
-                return loss_fn(params, batch), values
-        finally:
-            _record.reset(token)
-
-    def wide(leaf: Any) -> jax.Array:
-        array = jnp.asarray(leaf)
-        return array.astype(jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-    with jax.enable_x64(True), jax.disable_jit():
-        params, batch = jax.tree.map(wide, (params, batch))
-        zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
-        grads, values = jax.grad(recorded, has_aux=True)(zeros)
-        return [{name: np.asarray(one) for name, one in tree.items()} for tree in (values, grads)]
+    with nn.intercept_methods(interceptor):
+        yield
 
 
-def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any) -> tuple[dict[str, Any], ...]:
-    """The same, and classes by name."""
+@contextlib.contextmanager
+def _marked_nnx() -> Iterator[None]:
+    """Marks what NNX modules return, by where the module that calls them holds them."""
+    from flax import nnx
+
+    inside: list[tuple[Any, str]] = []  # modules that are being called, with their names
+
+    def wrapped(call: Any) -> Any:
+        def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            name = ""
+            if inside:
+                parent, of_parent = inside[-1]
+                name = ".".join(filter(None, [of_parent, _place_in(parent, self)]))
+            inside.append((self, name))
+            try:
+                result = call(self, *args, **kwargs)
+            finally:
+                inside.pop()
+            return mark(name, result) if isinstance(result, jax.Array) else result
+
+        return marked
+
+    classes = [kind for kind in _subclasses(nnx.Module) if "__call__" in vars(kind)]
+    calls = {kind: vars(kind)["__call__"] for kind in classes}
+    for kind, call in calls.items():
+        setattr(kind, "__call__", wrapped(call))  # noqa: B010 - a type checker refuses the assignment
+    try:
+        yield
+    finally:
+        for kind, call in calls.items():
+            setattr(kind, "__call__", call)  # noqa: B010
+
+
+def _place_in(parent: Any, module: Any) -> str:
+    """The attribute, and the index in it, by which a module holds another."""
+    for name, value in vars(parent).items():
+        if value is module:
+            return name
+        with contextlib.suppress(TypeError):  # most attributes hold nothing
+            for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+                if one is module:
+                    return f"{name}.{key}"
+    return ""
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
+
+
+def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype: str) -> tuple[Passes, dict[str, str]]:
     import copy
 
     import torch
 
-    module = copy.deepcopy(module).double()
-    values: dict[str, np.ndarray] = {}
-    grads: dict[str, np.ndarray] = {}
+    module = copy.deepcopy(module).to(getattr(torch, dtype))
+    values: Values = {}
+    grads: Values = {}
     kinds: dict[str, str] = {}
 
     def hook(path: str) -> Callable[..., None]:
         def keep(called: Any, inputs: Any, output: Any) -> None:
+            if not isinstance(output, torch.Tensor):  # listed among those that are not compared
+                kinds.update({path: type(called).__name__} if path else {})
+                return
             name = _numbered(path, values)
-            kinds[name] = type(called).__name__
-            if isinstance(output, torch.Tensor):
-                values[name] = output.detach().double().numpy()
-                if output.requires_grad:
-                    output.register_hook(lambda grad: grads.update({name: grad.double().numpy()}))
+            values[name], kinds[name] = output.detach().double().numpy(), type(called).__name__
+            if output.requires_grad:
+                output.register_hook(lambda grad: grads.update({name: grad.double().numpy()}))
 
         return keep
 
@@ -182,10 +289,32 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any) -> tu
 
     def tensor(leaf: Any) -> Any:
         array = np.array(leaf)
-        return torch.from_numpy(array.astype(np.float64) if array.dtype.kind == "f" else array)
+        is_cast = array.dtype.kind == "f"
+        return torch.from_numpy(array).to(getattr(torch, dtype)) if is_cast else torch.from_numpy(array)
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
-    return values, grads, kinds
+    return (values, grads), kinds
+
+
+def _differences(ours: Passes, theirs: Passes, names: Mapping[str, str]) -> dict[tuple[str, bool], float]:
+    """Relative differences by PyTorch's name, of outputs and then of gradients."""
+    found = {}
+    for is_backward in (False, True):
+        by_name = {_canonical(name): value for name, value in ours[is_backward].items()}
+        for name, right in theirs[is_backward].items():
+            mine = by_name.get(_canonical(names.get(name, name)))
+            if mine is not None:
+                found[name, is_backward] = _difference(mine, right)
+    return found
+
+
+def _difference(mine: np.ndarray, right: np.ndarray) -> float:
+    if mine.ndim == 4 and mine.shape != right.shape:
+        mine = mine.transpose(0, 3, 1, 2)  # images: channels come last in Flax
+    if mine.shape != right.shape:
+        return np.inf
+    largest = float(np.max(np.abs(right), initial=0.0))
+    return float(np.max(np.abs(mine - right), initial=0.0)) / (largest or 1.0)
 
 
 def _numbered(name: str, taken: Mapping[str, Any]) -> str:

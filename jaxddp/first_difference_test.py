@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 
 from jaxddp.parity import first_difference, mark
@@ -41,6 +42,19 @@ class OfLinen(linen.Module):
         return x
 
 
+class OfNnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.inner, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = self.norm(jnp.tanh(self.inner(x)) * 1e-2)
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
 def weights(twin, separator="."):
     """Of the twin, as Flax has them."""
     found = {}
@@ -66,7 +80,7 @@ def compare(loss_fn, params, twin=None, **options):
 
 def test_models_that_agree_are_not_apart():
     found = compare(linen_loss, weights(Twin(), "_"))
-    assert found.first is None and not found.missing
+    assert found.first is None and not found.only_in_torch and not found.only_in_jax
     assert {one.name for one in found.compared} == {"", "inner", "norm", "layers.0", "layers.1"}
     assert {one.is_backward for one in found.compared} == {False, True}
 
@@ -76,12 +90,30 @@ def test_a_transposed_weight_is_found_by_name_and_class():
     params["layers_0"]["kernel"] = params["layers_0"]["kernel"].T
     found = compare(linen_loss, params)
     assert (found.first.name, found.first.kind, found.first.is_backward) == ("layers.0", "Linear", False)
-    assert "APART" in str(found)
+    assert "layers.0 (Linear)" in str(found) and "APART" in str(found)
 
 
 def test_a_wrong_epsilon_is_found_in_float64():
     found = compare(linen_loss, weights(Twin(), "_"), Twin(eps=1e-5))
-    assert found.first.name == "norm" and 1e-9 < found.first.difference < 1
+    assert found.first.name == "norm" and 1e-9 < found.first.in_float64 < 1
+
+
+def test_nnx_modules_have_the_names_under_which_they_are_held():
+    model = OfNnx()
+    graph, state = nnx.split(model)
+    flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    given = {f"{path}.{kind}": value for path, one in weights(Twin()).items() for kind, value in one.items()}
+    assert set(flat) == set(given)
+    params = nnx.from_flat_state([(path, leaf.replace(jnp.asarray(given[".".join(map(str, path))])))
+                                  for path, leaf in nnx.to_flat_state(state)])  # fmt: skip
+
+    def loss_fn(params, batch):
+        return jnp.mean(nnx.merge(graph, params)(batch["x"]) ** 2)
+
+    before = vars(nnx.Linear)["__call__"]
+    found = compare(loss_fn, params)
+    assert found.first is None and len(found.compared) == 10
+    assert vars(nnx.Linear)["__call__"] is before
 
 
 def marked_loss(params, batch, scale=1.0):
@@ -103,10 +135,22 @@ def test_marks_find_a_fault_of_the_backward_alone():
     module = Marked()
     params = {"w": module.a.weight.detach().numpy().T}
     found = compare(marked_loss, params, module)
-    assert (found.first.name, found.first.is_backward) == ("a", True)
-    assert found.missing == ("",)
+    assert (found.first.name, found.first.is_backward) == ("a", True) and "gradient" in str(found.first)
+    assert found.only_in_torch == ("",)
     # Outside of a comparison a mark is the value.
     assert float(marked_loss(params, BATCH)) > 0
+
+
+def test_a_difference_in_the_dtype_alone_is_found():
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["w"]
+        is_wide = x.dtype == jnp.float64
+        return jnp.mean(mark("a", x if is_wide else x.astype(jnp.bfloat16).astype(x.dtype)) ** 2)
+
+    module = nn.Sequential()
+    module.add_module("a", nn.Linear(WIDTH, WIDTH, bias=False))
+    found = compare(loss_fn, {"w": module.a.weight.detach().numpy().T}, module)
+    assert found.first.name == "a" and found.first.in_float64 < 1e-12 < found.first.in_dtype
 
 
 def test_names_are_mapped_and_missing_ones_are_said():
@@ -140,4 +184,10 @@ def test_a_module_that_returns_no_tensor_is_listed():
         loss_fn, {"w": module.up.weight.detach().numpy().T}, BATCH, module,
         lambda module, batch: (module(batch["x"])[0] ** 2).mean(),
     )  # fmt: skip
-    assert found.first is None and set(found.missing) == {"pair", ""}
+    assert found.first is None and found.only_in_torch == ("pair",)
+
+
+@pytest.mark.parametrize("dtype", ["int32", 3])
+def test_a_dtype_that_is_none_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype"):
+        compare(linen_loss, {}, dtype=dtype)

@@ -6,6 +6,9 @@
     def test_no_layer_is_gathered_twice(assert_collectives):
         assert_collectives(train_step, (state, batch), not_in_loops=["all-gather"], reduced_once=True, max_bytes=2**30)
 
+    def test_the_step_sends_what_it_sent(assert_collectives_match):
+        assert_collectives_match(train_step, (state, batch), "step.collectives")      # written by --update-collectives
+
 A target needs no accelerator. JAX is imported when a fixture is used.
 """
 
@@ -13,15 +16,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Adds the option that writes snapshots."""
+    parser.addoption(
+        "--update-collectives", action="store_true", help="write the snapshots of assert_collectives_match (jaxddp)"
+    )
 
 
 @pytest.fixture(scope="session")
 def assert_collectives() -> Callable[..., None]:
     """``(program, args, expected)`` fails if a program communicates anything else; see ``check_collectives``."""
     return check_collectives
+
+
+@pytest.fixture
+def assert_collectives_match(request: Any) -> Callable[..., None]:
+    """``(program, args, snapshot)`` fails if a program communicates other than the snapshot says.
+
+    The snapshot is a text file beside the test, a line for each kind of collective. ``--update-collectives`` writes it.
+    """
+
+    def check(program: Any, args: Sequence[Any], snapshot: str, *, target: str | None = None) -> None:
+        __tracebackhide__ = True
+        from .instruments.collectives import collectives
+
+        found, sources = Counter[str](), {}
+        for one in collectives(program, *args, target=target).found:
+            found[_line(one)] += one.times
+            sources[_line(one)] = one
+        path = Path(request.path).parent / snapshot
+        if request.config.getoption("--update-collectives"):
+            path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(found.items())))
+            return
+        if not path.exists():
+            pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
+        expected = Counter[str]()
+        for text in path.read_text().splitlines():
+            count, _, line = text.partition(" x ")
+            if not count.isdigit():
+                pytest.fail(f"{path} has a line that is none of a snapshot: {text[:80]!r}")
+            expected[line] += int(count)
+        _fail_if_other(expected, found, str, sources)
+
+    return check
 
 
 def check_collectives(
@@ -55,17 +98,31 @@ def check_collectives(
 
     found = collectives(program, *args, target=target)
     if expected is not None:
-        sources = {(one.kind, one.num_bytes): one.source or "no line" for one in found.found}
-        wanted, sent = Counter(expected), Counter(found.pairs)
-        lines = [f"  - {count} x {kind} of {size:,} bytes" for (kind, size), count in sorted((wanted - sent).items())]
-        for (kind, size), count in sorted((sent - wanted).items()):
-            lines.append(f"  + {count} x {kind} of {size:,} bytes: {sources[kind, size]}")
-        if lines:
-            raise AssertionError("\n".join(["other collectives than expected (- expected, + found):", *lines]))
+        sources = {(one.kind, one.num_bytes): one for one in found.found}
+        _fail_if_other(Counter(expected), Counter(found.pairs), lambda one: f"{one[0]} of {one[1]:,} bytes", sources)
     wrong = [one for kind in not_in_loops for one in found.in_loops(kind)]
     wrong += found.each_microbatch() if reduced_once else []
     if wrong:
-        lines = [f"  {one.kind} of {one.num_bytes:,} bytes, {one.times} times: {one.source}" for one in wrong]
-        raise AssertionError("\n".join(["collectives in a loop:", *dict.fromkeys(lines)]))
+        lines = [f"  {_line(one)}, {one.times} times: {one.source}" for one in dict.fromkeys(wrong)]
+        raise AssertionError("\n".join(["collectives in a loop:", *lines]))
     if max_bytes is not None and found.num_bytes > max_bytes:
         raise AssertionError(f"{in_bytes(found.num_bytes)} are sent where {max_bytes:,} bytes are allowed\n{found}")
+
+
+def _fail_if_other(expected: Counter[Any], found: Counter[Any], name: Callable[[Any], str], sources: Any) -> None:
+    __tracebackhide__ = True
+    missing, more = expected - found, found - expected
+    lines = [f"  - {count} x {name(one)}" for one, count in sorted(missing.items())]
+    lines += [f"  + {count} x {name(one)}: {sources[one].source or 'no line'}" for one, count in sorted(more.items())]
+    if lines:
+        raise AssertionError("\n".join(["other collectives than expected (- expected, + found):", *lines]))
+
+
+def _line(one: Any) -> str:
+    """A collective in words that stay the same when lines of code move."""
+    from .instruments.collectives import loops_of
+
+    axes = "?" if one.axes is None else ", ".join(one.axes)
+    loops = f", in {loops_of(one)}" if one.loops else ""
+    size = f"{one.num_bytes} bytes {one.dtype}"
+    return f"{one.kind} of {size} over {axes} ({one.num_ranks}), {one.phase}{loops}"

@@ -30,6 +30,10 @@ def forward(layers, x):
 
 def test_as_listed(assert_collectives):
     assert_collectives(forward, (layers, x), [("all-gather", 256)] * 3, max_bytes=768, reduced_once=True)
+
+
+def test_as_before(assert_collectives_match):
+    assert_collectives_match(forward, (layers, x), "forward.collectives")
 """
 FAULTS = """
 
@@ -43,6 +47,14 @@ def test_in_a_loop(assert_collectives):
 
 def test_too_much(assert_collectives):
     assert_collectives(forward, (layers, x), max_bytes=767)
+
+
+def test_another_than_before(assert_collectives_match):
+    assert_collectives_match(lambda layers, x: forward(layers, x + jnp.sum(x)), (layers, x), "forward.collectives")
+
+
+def test_one_more_than_before(assert_collectives_match):
+    assert_collectives_match(lambda layers, x: forward(layers, forward(layers, x)), (layers, x), "forward.collectives")
 """
 
 
@@ -53,15 +65,19 @@ def run(folder, *options):
     return done.returncode, done.stdout
 
 
-def test_a_step_is_held_to_a_list(tmp_path):
+def test_a_step_is_held_to_a_list_and_to_a_snapshot(tmp_path):
     file = tmp_path / "step_test.py"
-    file.write_text(program := f"{PROGRAM}{FAULTS}")
+    file.write_text(PROGRAM)
+    status, text = run(tmp_path, "--update-collectives", "-k", "as_before")
+    assert status == 0, text
+    file.write_text(program := f"# a line more: moved lines are no change\n{PROGRAM}{FAULTS}")
     status, text = run(tmp_path)
-    assert status == 1 and "3 failed, 1 passed" in text
+    assert status == 1 and "5 failed, 2 passed" in text
     # The diff of the first: of the product, or of the loop that cuts the weight, as newer versions of XLA have it.
     lines = [number for number, line in enumerate(program.splitlines(), 1) if "tanh" in line or "lax.scan" in line]
     assert any(f"+ 1 x all-gather of 256 bytes: {file}:{line}\n" in text for line in lines)
     assert "3 layers" not in text and "768 B are sent where 767 bytes are allowed" in text
+    assert "all-reduce" in text and "+ 3 x all-gather of 256 bytes" in text  # another, and one more of the same
 
 
 def test_the_plugin_imports_no_jax():
@@ -73,4 +89,4 @@ def test_the_plugin_imports_no_jax():
 def test_installed_packages_offer_the_plugin():
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     module = importlib.import_module(project["entry-points"]["pytest11"]["jaxddp"])
-    assert module.assert_collectives
+    assert module.assert_collectives and module.assert_collectives_match

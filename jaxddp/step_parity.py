@@ -6,8 +6,8 @@
 
     jaxddp.parity.check_step(make_step, state, batch)
 
-Where a result differs, the step is run again to tell faults apart: with the first rank's examples on every rank, and
-with other keys.
+Where a result differs, the step is run again to tell faults apart: with the first rank's examples on every rank, with
+one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Step:
         one, several = self._run(1, self._batch), self._run(num_ranks, self._batch)
         unlike = self._unlike_copies
         of_shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // num_ranks], self._batch)
-        on_all = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * num_ranks), of_shard)
+        on_all = jax.tree.map(self._alike, self._batch)
         is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, on_all))
         # Noise of parameters is the same on all ranks, and as on one device.
         if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
@@ -142,10 +142,17 @@ class _Step:
             return "random numbers depend on the number of devices, as keys folded with the rank: compare without noise"
         if not is_same_of_shard:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
-        return (
-            "a mean of the ranks' means whose weights differ, as those of a mask (sum both, divide once), or statistics"
-            " of a rank's own examples, as BatchNorm's"
-        )
+        for name, leaf in named_leaves(self._batch).items():
+            if is_key(leaf) or not (leaf.dtype.kind in "biu" or np.isin(leaf, [0, 1]).all()):
+                continue  # labels and masks may say which examples count
+            alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self._batch)
+            if self._agree(self._run(1, alike), self._run(self._num_ranks, alike)):
+                return f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
+        return "statistics of a rank's own examples, as BatchNorm's, or a loss that is no mean over examples"
+
+    def _alike(self, leaf: Any) -> Any:
+        """A leaf of the batch with the first rank's examples on every rank."""
+        return jnp.concatenate([leaf[: len(leaf) // self._num_ranks]] * self._num_ranks)
 
     def _is_random(self, one: dict[str, np.ndarray]) -> bool:
         """Whether other keys give another result on one device."""

@@ -95,9 +95,9 @@ def masked_loss(params, batch):
     return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
 
 
-def test_a_mean_of_means(state, batch):
+def test_a_mean_of_means_names_the_mask(state, batch):
     found = causes(mapped(step_with(mean, masked_loss)), state, batch)
-    assert "mask" in found["0.params.w"] and "mask" in found["1.loss"]
+    assert "'mask'" in found["0.params.w"] and "'mask'" in found["1.loss"]
 
 
 def normalized_step(is_global, is_synced):

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
+from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ..arguments import check_kind
@@ -81,11 +82,25 @@ def compile_jitted(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
+    within = getattr(jitted.trace(*args, **kwargs), "traced", None)  # of nnx.jit, whose arguments are models
+    if isinstance(within, jax.stages.Traced):
+        jitted, args, kwargs = *_of_arrays(within), {}
     if not isinstance(jitted, jax.stages.Wrapped):
-        raise TargetError(
-            f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target, not of nnx.jit"
-        )
+        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
     return _start(target, jitted, args, kwargs, mesh).result()
+
+
+def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """A traced function as one of its arrays alone, and these."""
+    params: Any = traced._params  # no public name has shardings
+    jitted = jax.jit(
+        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
+        out_shardings=list(params["out_shardings"]),
+        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
+    )  # fmt: skip
+    return jitted, [
+        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
+    ]
 
 
 def _start(
