@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..table import table
 from . import targets
+from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -102,7 +104,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
 
     Args:
         program: A function, jitted or not (``jax.jit``, ``jax.shard_map``, ``nnx.jit``); or one that is lowered or
-            compiled already; or the text of a scheduled HLO module.
+            compiled already; or a file, or the text, of a scheduled HLO module.
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
@@ -132,8 +134,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        compiled = program.compile() if hasattr(program, "compile") else program
-    schedule = read_schedule(compiled.lstrip() if isinstance(compiled, str) else compiled)
+        compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
+    schedule = read_schedule(compiled)
     times: Counter[Found] = Counter()
     for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
         times[one._replace(times=0)] += one.times
@@ -141,6 +143,19 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
+
+
+def _text_of(program: Any) -> Any:
+    """A compiled program as it is; the text of a file."""
+    if not isinstance(program, (str, os.PathLike)):
+        return program
+    if str(program).lstrip().startswith("HloModule"):
+        return str(program).lstrip()
+    try:
+        return Path(program).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        text = getattr(error, "strerror", None) or "it is no text"
+        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
 def _read(
