@@ -4,7 +4,7 @@ Plugins, platforms and XLA's flags belong to a whole process, so each compilatio
 and imports nothing of this package: JAX starts here with the environment that the parent chose.
 
     standard input     a pickled ``dict``: the request, as ``targets.py`` makes it
-    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``
+    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``; see ``_watch``
     argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
 """
 
@@ -15,6 +15,8 @@ import os
 import pickle
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -51,17 +53,38 @@ def _end_with(pipe: int) -> None:
     os._exit(1)
 
 
+def _watch(folder: Path, answer: Any) -> None:
+    """Answers with the scheduled module alone as soon as the TPU compiler has written it to a folder.
+
+    That is a quarter of its time; then it generates the code of every fusion, in which no collective changes.
+    """
+    while True:
+        time.sleep(0.1)
+        for path in folder.glob("*-TLP-hlo.txt"):
+            text = path.read_text()
+            if "\nENTRY " in text and text.endswith("}\n\n"):  # the last computation, and whole
+                answer("compiled", {"text": text, "memory": {}})
+
+
 def _main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    answer_to = os.fdopen(os.dup(1), "wb")
+    answer_to, is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
     os.dup2(2, 1)  # keeps the compilers' output out of the answer
+
+    def answer(kind: str, content: Any) -> None:
+        said = pickle.dumps((kind, content))
+        is_answered.acquire()  # once
+        answer_to.write(said)
+        answer_to.flush()
+        os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+
     try:
-        answer: tuple[str, Any] = "compiled", compile_request(pickle.load(sys.stdin.buffer))
+        request = pickle.load(sys.stdin.buffer)
+        if folder := request["text_folder"]:
+            threading.Thread(target=_watch, args=(Path(folder), answer), daemon=True).start()
+        answer("compiled", compile_request(request))
     except Exception as error:
-        answer = "refused", f"{type(error).__name__}: {error}"
-    with answer_to:
-        pickle.dump(answer, answer_to)
-    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+        answer("refused", f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

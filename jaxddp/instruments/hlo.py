@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from ..communication.buckets import dtype_bytes
 
-_HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{\s*$")
-_NAME = re.compile(r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_NAME = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _CALLED = re.compile(
@@ -118,6 +118,8 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the code that made an instruction; empty if not said."""
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.sources.get(int(said[1]), "") if said else ""
 
@@ -249,11 +251,18 @@ def _parse_instruction(line: str) -> Instruction | None:
     if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
     literal = line[opcode.end() : closing]
-    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", literal))
+    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(_operand_names(literal))
     return Instruction(
         named["name"], opcode["opcode"], line[start:end], operands, literal, line[closing + 1 :].lstrip(", "),
         bool(named["root"]),
     )  # fmt: skip
+
+
+def _operand_names(literal: str) -> list[str]:
+    if "%" in literal:
+        return re.findall(r"%([\w.\-]+)", literal)
+    # Without percent signs, perhaps with shapes: the name is the last word.
+    return [operand.split()[-1] for operand in _split(literal) if operand]
 
 
 def _split(listed: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -75,7 +76,8 @@ def compile_jitted(
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
     Raises:
-        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size.
+        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size. On
+            TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
     """
     if mesh is None:
         raise TargetError(
@@ -87,7 +89,10 @@ def compile_jitted(
         jitted, args, kwargs = *_of_arrays(within), {}
     if not isinstance(jitted, jax.stages.Wrapped):
         raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
-    return _start(target, jitted, args, kwargs, mesh).result()
+    if target.platform != "tpu":
+        return _start(target, jitted, args, kwargs, mesh).result()
+    with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
+        return _start(target, jitted, args, kwargs, mesh, text_folder=folder).result()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -104,8 +109,9 @@ def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruc
 
 
 def _start(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh
-) -> Pending:
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
+    text_folder: str = "",
+) -> Pending:  # fmt: skip
     """Lowers a jitted function, serializes it, and starts the process that compiles it."""
     check_installed(target)
     if mesh.size != target.num_devices:
@@ -131,7 +137,11 @@ def _start(
         "donate_argnums": list(traced.donate_argnums),  # of the flat arguments
         "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
+        "text_folder": text_folder,
     }
+    if text_folder:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
     return _pending(target, pickle.dumps(request), os.environ | environment)
 
 
@@ -230,6 +240,11 @@ device_description_str: "{gpu.description}"
 """
 
 
+# Of what libtpu can write while it compiles, the optimized and scheduled module alone.
+_WRITE_TEXT = (
+    "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
+    " --xla_jf_dump_llo_pass_label_regex=nothing"
+)
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 

@@ -41,13 +41,21 @@ _MOVEMENT = frozenset(
     "copy transpose reshape broadcast concatenate slice dynamic-slice dynamic-update-slice gather pad reverse "
     "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota".split()
 )
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex cos cosh cosine count-leading-zeros "
+    "divide erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum "
+    "multiply negate not or population-count power real reduce-precision remainder rng round-nearest-afz "
+    "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sinh sqrt "
+    "stochastic-convert subtract tan tanh xor".split()
+)
 _WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
 _UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
 _CALLS_WITHOUT_WORK = frozenset(
-    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound".split()
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound "
+    "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _MOST_PAIRS = 2**24
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
@@ -153,6 +161,10 @@ class WorkCounter:
             counted = computation[instruction.operands[-1]].arrays[:1]
         elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
             counted = tuple(array for name in instruction.operands for array in computation[name].arrays)
+        elif opcode not in _ELEMENTWISE and not opcode.endswith(("-start", "-done", "-update")):
+            if not _COMMUNICATION.match(opcode):
+                self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
+                return Work()
         return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
     def _used(self, fused: Computation) -> Work:
