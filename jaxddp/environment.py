@@ -89,19 +89,16 @@ def cuda_libraries() -> dict[str, str]:
 
 
 def _version(path: str, library: str) -> str | None:
+    found = ctypes.c_int()
     try:
         loaded = ctypes.CDLL(path)
         if library == "cudnn":
-            loaded.cudnnGetVersion.restype = ctypes.c_size_t
-            number = loaded.cudnnGetVersion()
-        else:
-            found = ctypes.c_int()
-            get = loaded.ncclGetVersion if library == "nccl" else loaded.cudaRuntimeGetVersion
-            if get(ctypes.byref(found)):
-                return None
-            number = found.value
+            found.value = loaded.cudnnGetVersion()
+        elif (loaded.ncclGetVersion if library == "nccl" else loaded.cudaRuntimeGetVersion)(ctypes.byref(found)):
+            return None
     except (OSError, AttributeError):
         return None
+    number = found.value
     if library == "cudart":  # 12080
         return f"{number // 1000}.{number % 1000 // 10}"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # 22907

@@ -1,8 +1,5 @@
 """Parity of your own training: each strategy ends where one device does, step by step, and PyTorch too if asked.
 
-    def test_parity():
-        jaxddp.parity.check(loss_fn, optax.adamw(1e-3), params, batches)
-
 The reference knows no ranks: it differentiates the loss of whole batches, and updates whole parameters. After every
 step parameters, optimizer state, model state, loss, gradient norm and aux values are compared with it, and the copies
 of each rank with each other.
@@ -32,8 +29,8 @@ from .mesh import data_mesh
 from .metrics import Mean, PerExample, Sum
 from .registry import STRATEGIES, make_strategy
 from .step_parity import StepParityError as StepParityError
+from .step_parity import cast, difference, has_unlike_copies
 from .step_parity import check_step as check_step
-from .step_parity import difference, has_unlike_copies
 from .strategy import Ranks, Strategy
 from .training.train import Trainer, TrainState
 from .training.validation import check_batch
@@ -44,27 +41,18 @@ TORCH = "PyTorch"
 
 
 class Result(NamedTuple):
-    """How far a training was from that on one device.
+    """How far a training was from that on one device."""
 
-    Attributes:
-        strategy: Its name, or ``"PyTorch"``.
-        num_ranks: Of the strategy.
-        difference: The largest after any step, relative to the largest element of a leaf where that is above 1;
-            infinite if ranks hold different copies; None if the strategy refused.
-        step: The first step after which anything parted, from 1; None if nothing did.
-        leaf: The first that did: the name of a parameter, ``opt_state.NAME``, ``model_state.NAME``,
-            ``metrics.NAME``, or ``copies of NAME``.
-        refused: Why the strategy took no such training; empty if it did.
-        params: What it ended with, by dotted name, the model state as ``model_state.NAME``; ``"PyTorch"`` by its own
-            names.
-    """
-
-    strategy: str
-    num_ranks: int
+    strategy: str  # its name, or "PyTorch"
+    num_ranks: int  # of the strategy
+    # the largest after any step, relative to the largest element of a leaf where that is above 1; infinite if ranks
+    # hold different copies; None if the strategy refused
     difference: float | None
-    step: int | None = None
+    step: int | None = None  # the first step after which anything parted, from 1; None if nothing did
+    # the first that did: the name of a parameter, opt_state.NAME, model_state.NAME, metrics.NAME, or copies of NAME
     leaf: str | None = None
-    refused: str = ""
+    refused: str = ""  # why the strategy took no such training; empty if it did
+    # what it ended with, by dotted name, with the model state; "PyTorch" by its own names
     params: Mapping[str, np.ndarray] = MappingProxyType({})
 
     def __repr__(self) -> str:
@@ -75,14 +63,9 @@ class Result(NamedTuple):
 
 
 class ParityError(AssertionError):
-    """A training that parted from that on one device.
-
-    Attributes:
-        results: Of all trainings.
-    """
+    """Trainings that parted from that on one device; ``results`` are of all trainings."""
 
     def __init__(self, results: Sequence[Result], atol: float) -> None:
-        """Describes the trainings that parted, one in each line."""
         self.results = list(results)
         parted = [str(one) for one in results if one.step is not None]
         said = f"{len(parted)} of {len(results)} trainings differ by more than {atol:g} from one device"
@@ -143,8 +126,8 @@ def check(
         results = _under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
-        elif not results:
-            raise ValueError("strategies must name at least one")
+    if not results:
+        raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
     return results
@@ -163,7 +146,7 @@ class _Task:
         check_params(params, options["trainable"])
         if dtype is not None and not is_floating(dtype):
             raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
-        params, model_state, batches = (_cast(tree, dtype) for tree in (params, model_state, list(batches)))
+        params, model_state, batches = (cast(tree, dtype) for tree in (params, model_state, list(batches)))
         if len(batches) < 2:
             raise ValueError(f"batches (={len(batches)}) must be two or more: lost optimizer state shows in the second")
         self.params, self.batches, self.optimizer = params, batches, optimizer
@@ -229,19 +212,6 @@ def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bo
     except ValueError:
         return False
     return True
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return leaf
-        array = np.asarray(leaf)
-        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            return array
-        is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-        return array.astype(jnp.promote_types(dtype, jnp.complex64) if is_complex else dtype)
-
-    return jax.tree.map(cast, tree)
 
 
 class _Loss:
@@ -321,14 +291,9 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
 
 
 def _in_torch(
-    module: Any,
-    loss_fn: Callable[..., Any],
-    make_optimizer: Callable[..., Any],
-    weights: Any,
-    batches: Sequence[Any],
-    frozen: Collection[str],
-    max_grad_norm: float | None,
-) -> list[dict[str, np.ndarray]]:
+    module: Any, loss_fn: Callable[..., Any], make_optimizer: Callable[..., Any], weights: Any,
+    batches: Sequence[Any], frozen: Collection[str], max_grad_norm: float | None,
+) -> list[dict[str, np.ndarray]]:  # fmt: skip
     import copy
 
     import torch

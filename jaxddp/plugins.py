@@ -1,11 +1,8 @@
 """Which JAX plugins are installed, and which of them JAX should start.
 
-The extra ``targets`` installs compilers for GPUs and TPUs. They are JAX's plugins for these devices as well, so JAX
-would look for devices that are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts.
-``devices`` starts JAX on the CPU where no accelerator is attached.
-
-Beside JAX's own plugin for CUDA 13, the extra's plugin for CUDA 12 is a second one for the same platform, and JAX would
-take either. ``devices`` disables the older one.
+The compilers of the extra ``targets`` are JAX's plugins for GPUs and TPUs as well, so JAX would look for devices that
+are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts. Beside JAX's own plugin for
+CUDA 13, the extra's for CUDA 12 is a second one for the same platform, and JAX would take either.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/accel[0-9]*
 def devices() -> list[jax.Device]:
     """Starts JAX if it has not started yet, and lists its devices.
 
-    JAX starts on the CPU alone where neither the environment nor the configuration names platforms and the machine has
-    no device of any installed plugin.
+    It starts on the CPU where no platforms are named and the machine has no device of any installed plugin.
     """
     disable_plugins(superseded_plugins())
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -27,16 +27,10 @@ import jax.numpy as jnp
 import optax
 from benchmarks.__main__ import make_parser
 from benchmarks.training.setup import NAMES, spec_of
-from jaxddp.__main__ import main
 
 assert list(jaxddp.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
 assert "fixed" in NAMES and spec_of("fixed", "byte").bucket_mb
-for command in ("train", "inspect"):
-    try:
-        main([command, "--help"])
-    except SystemExit:
-        pass
-print(make_parser().format_help())
+assert "fixed" in make_parser().format_help()
 
 jaxddp.simulate_devices(2)
 strategy = jaxddp.make_strategy("fixed")
@@ -67,14 +61,9 @@ import torchref.registry
 
 torchref.ddp.__path__.append(sys.argv[1])
 importlib.reload(torchref.registry)
-from torchref.__main__ import main
 from torchref.launch import init_from_env
 
 assert list(torchref.STRATEGIES)[-4:] == ["fixed", "zero1", "zero2", "zero3"]
-try:
-    main(["train", "--help"])
-except SystemExit:
-    pass
 init_from_env("gloo")
 net = torchref.make_strategy("fixed", torch.nn.Linear(4, 1))
 net(torch.ones(2, 4)).sum().backward()
@@ -84,11 +73,10 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("file", "script", "num_named"), [(FILE, SCRIPT, 3), (IN_TORCH, TORCH_SCRIPT, 1)])
-def test_a_strategy_is_found_in_its_file(tmp_path, file, script, num_named):
+@pytest.mark.parametrize(("file", "script"), [(FILE, SCRIPT), (IN_TORCH, TORCH_SCRIPT)])
+def test_a_strategy_is_found_in_its_file(tmp_path, file, script):
     (tmp_path / "fixed.py").write_text(file)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fixed") == num_named

@@ -6,13 +6,8 @@
 
     jaxddp.parity.check_step(make_step, state, batch)
 
-Where a result differs, the step is run on batches made for it, which tell faults apart:
-
-| batch of N ranks                            | if on N ranks it is as on one device              |
-|---------------------------------------------|---------------------------------------------------|
-| the first rank's examples on every rank     | the fault needs ranks with unlike examples        |
-| one leaf of it, such as a mask, alike on all| means over ranks were weighed wrong by that leaf  |
-| the same, with other keys                   | the step draws no noise                           |
+Where a result differs, the step is run again to tell faults apart: with the first rank's examples on every rank, with
+one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
 
 from __future__ import annotations
@@ -34,28 +29,17 @@ _REDUCED_TWICE = "it is summed where the mean is meant, or summed again after au
 
 
 class Parted(NamedTuple):
-    """A result of a step that is another one on several ranks.
+    """A result of a step that is another one on several ranks."""
 
-    Attributes:
-        name: Of the leaf, by its path in what the step returns; empty if it is of the step as a whole.
-        difference: The largest of any element, relative to the largest element where that is above 1.
-        cause: The likely one, in a line.
-    """
-
-    name: str
-    difference: float
-    cause: str
+    name: str  # of the leaf, by its path in what the step returns; empty if it is of the step as a whole
+    difference: float  # the largest of any element, relative to the largest element where that is above 1
+    cause: str  # the likely one, in a line
 
 
 class StepParityError(AssertionError):
-    """A step that gives another result on several ranks than on one device.
-
-    Attributes:
-        parted: What differs.
-    """
+    """A step that gives another result on several ranks than on one device: ``parted`` is what differs."""
 
     def __init__(self, parted: list[Parted], num_ranks: int) -> None:
-        """Describes what differs, each in a line."""
         self.parted = parted
         lines = [f"  {one.name or 'the step'}, {one.difference:.1e} apart: {one.cause}" for one in parted]
         super().__init__("\n".join([f"on {num_ranks} ranks the step is not what it is on one device:", *lines]))
@@ -111,9 +95,9 @@ class _Step:
     def __init__(
         self, make_step: Any, state: Any, batch: Any, num_ranks: int, axis: str, specs: Any, atol: float, dtype: Any
     ) -> None:
-        self._make_step, self._axis, self._dtype = make_step, axis, dtype
+        self._make_step, self._axis = make_step, axis
         self._specs = PartitionSpec() if specs is None else specs
-        self._state, self._batch = (jax.tree.map(self._cast, tree) for tree in (state, batch))
+        self._state, self._batch = cast(state, dtype), cast(batch, dtype)
         self._num_ranks, self._atol, self._unlike_copies = num_ranks, atol, set[str]()
 
     def parted(self) -> Iterator[Parted]:
@@ -121,8 +105,9 @@ class _Step:
         num_ranks, before = self._num_ranks, self._matching(self._state)
         one, several = self._run(1, self._batch), self._run(num_ranks, self._batch)
         unlike = self._unlike_copies
-        of_shard = self._rows(self._batch)
-        is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, self._tiled(of_shard)))
+        of_shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // num_ranks], self._batch)
+        on_all = jax.tree.map(self._alike, self._batch)
+        is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, on_all))
         # Noise of parameters is the same on all ranks, and as on one device.
         if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
             yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
@@ -154,19 +139,20 @@ class _Step:
     def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
         """Why a result may differ in another way than by a factor."""
         if self._is_random(one):
-            return (
-                "random numbers depend on the number of devices (rbg, or keys folded with the rank): compare the step"
-                " without noise"
-            )
+            return "random numbers depend on the number of devices, as keys folded with the rank: compare without noise"
         if not is_same_of_shard:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
         for name, leaf in named_leaves(self._batch).items():
-            if not _may_weigh(leaf):
-                continue
-            alike = self._tiled(self._rows(self._batch), only=name)
+            if is_key(leaf) or not (leaf.dtype.kind in "biu" or np.isin(leaf, [0, 1]).all()):
+                continue  # labels and masks may say which examples count
+            alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self._batch)
             if self._agree(self._run(1, alike), self._run(self._num_ranks, alike)):
                 return f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
         return "statistics of a rank's own examples, as BatchNorm's, or a loss that is no mean over examples"
+
+    def _alike(self, leaf: Any) -> Any:
+        """A leaf of the batch with the first rank's examples on every rank."""
+        return jnp.concatenate([leaf[: len(leaf) // self._num_ranks]] * self._num_ranks)
 
     def _is_random(self, one: dict[str, np.ndarray]) -> bool:
         """Whether other keys give another result on one device."""
@@ -195,26 +181,6 @@ class _Step:
         leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items() if not _draws_noise(leaf)}
         return leaves | {f"0.{name}": leaf for name, leaf in leaves.items()}
 
-    def _rows(self, batch: Any) -> Any:
-        """The first rank's examples."""
-        return jax.tree.map(lambda leaf: leaf[: len(leaf) // self._num_ranks], batch)
-
-    def _tiled(self, rows: Any, only: str | None = None) -> Any:
-        """A batch of the same examples on every rank, in one leaf or in all."""
-        tiled = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * self._num_ranks), rows)
-        if only is None:
-            return tiled
-        names, structure = [*named_leaves(tiled)], jax.tree.structure(tiled)
-        pairs = zip(names, jax.tree.leaves(tiled), jax.tree.leaves(self._batch), strict=True)
-        return jax.tree.unflatten(structure, [alike if name == only else own for name, alike, own in pairs])
-
-    def _cast(self, leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return leaf
-        array = np.asarray(leaf)
-        is_cast = self._dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
-        return array.astype(self._dtype) if is_cast else array
-
 
 def _draws_noise(leaf: Any) -> bool:
     """Whether a leaf is a PRNG key, of either kind."""
@@ -226,11 +192,18 @@ def _other_key(key: Any) -> Any:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, 7).reshape(key.shape)
 
 
-def _may_weigh(leaf: Any) -> bool:
-    """Whether a leaf of a batch may say which examples count: labels, masks, weights of 0 and 1."""
-    if isinstance(leaf, jax.Array):  # a key
-        return False
-    return leaf.dtype.kind in "biu" or bool(np.isin(leaf, [0, 1]).all())
+def cast(tree: Any, dtype: Any) -> Any:
+    """A tree with its floating leaves in a dtype, complex ones alike; the leaves as they are if it is None."""
+
+    def leaf_in_dtype(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return leaf
+        array = np.asarray(leaf)
+        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return array
+        return array.astype(jnp.promote_types(dtype, jnp.complex64) if np.iscomplexobj(array) else dtype)
+
+    return jax.tree.map(leaf_in_dtype, tree)
 
 
 def has_unlike_copies(leaf: jax.Array) -> bool:
@@ -241,10 +214,10 @@ def has_unlike_copies(leaf: jax.Array) -> bool:
     return any(len(bits) > 1 for bits in copies.values())
 
 
-def difference(found: np.ndarray, right: np.ndarray) -> float:
-    """The largest of any element, relative to the largest element where that is above 1."""
+def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
+    """The largest of any element, relative to the largest element where that is above ``least``."""
     if found.shape != right.shape:
         return np.inf
     wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    apart = np.abs(found.astype(wide) - right.astype(wide))
-    return float(np.max(apart, initial=0.0) / max(1.0, float(np.max(np.abs(right.astype(wide)), initial=0.0))))
+    apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
+    return float(apart / (max(least, float(size)) or 1.0))

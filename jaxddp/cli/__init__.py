@@ -7,5 +7,5 @@ doctor.py                                                     doctor: what this 
 quiet.py                                                      JAX without the messages of CUDA plugins
 interrupts.py                                                 signals of schedulers
 launch.py                                                     launch: a script as several processes
-parser.py                                                     running a command: errors in one line, names of strategies
+parser.py                                                     running a command: errors in one line
 """

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,6 @@ _OVERRIDES = {
     "NCCL_IB_DISABLE": "hosts communicate over TCP",
     "JAX_PLATFORMS": "JAX starts on these platforms only",
 }
-_SLOW_WIRES = {"SYS", "NODE", "PHB", "PXB", "PIX"}  # of nvidia-smi topo -m: PCIe, of several kinds
 
 
 class Line(NamedTuple):
@@ -83,13 +83,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
-    lines = []
-    for line in examine():
-        lines.append(line)
-        if not arguments.json:
-            print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}", flush=True)
+    lines = list(examine())
     if arguments.json:
         print(json.dumps([line._asdict() for line in lines]))
+    else:
+        for line in lines:
+            print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
     return int(any(line.status == FAIL for line in lines))
 
 
@@ -101,10 +100,9 @@ def examine() -> Iterator[Line]:
     yield from _gpu_lines(gpus, driver)
     asked = {framework: ask(framework) for framework in _ASK}
     for framework, answer in asked.items():
-        yield from _framework_lines(framework, answer, len(gpus), driver)
+        yield _framework_line(framework, answer, len(gpus), driver)
     yield from _library_lines(asked)
-    yield from _topology_lines(len(gpus))
-    yield from _job_lines()
+    yield _job_line()
     yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
@@ -126,45 +124,37 @@ def ask(framework: str) -> dict[str, Any] | str:
 
 def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
     if driver is None:
-        yield Line("driver", "no NVIDIA driver" if not gpus else "unknown")
+        yield Line("driver", "unknown" if gpus else "no NVIDIA driver")
         return
     yield Line("driver", f"NVIDIA {driver}")
     if not gpus:
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
-    for name in dict.fromkeys(gpu.name for gpu in gpus):
+    for name, count in Counter(gpu.name for gpu in gpus).items():
         try:
-            known = f", {chip_of(name).name} in inspect and plan"
-            advice = ""
+            yield Line("GPUs", f"{count} x {name}, {chip_of(name).name} in inspect and plan")
         except ValueError:
-            known, advice = "", f"not simulated: its numbers are none of {', '.join(CHIPS)}"
-        yield Line("GPUs", f"{sum(gpu.name == name for gpu in gpus)} x {name}{known}", advice, NOTE if advice else OK)
+            yield Line("GPUs", f"{count} x {name}", f"not simulated: its numbers are none of {', '.join(CHIPS)}", NOTE)
 
 
-def _framework_lines(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Iterator[Line]:
-    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if _major(driver) >= oldest), default=12)
+def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Line:
+    major = int(driver.split(".")[0]) if driver else 0
+    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)
     fitting = f"install .[cuda{newest}]"
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
-            yield Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
-        else:
-            advice = f"{framework} must start here: reinstall it, or end what holds the GPUs"
-            yield Line(framework, answer, advice, FAIL)
-        return
+            return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
+        return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
     found, cuda = answer["devices"], max(answer["cuda"], default=None)
     libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
-    advice, status = "", OK
+    said = f"{answer['version']} on {len(found)} x {found[0]}{libraries}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        advice, status = f"it finds none of {num_gpus} GPUs: {fitting}", FAIL
-        if cuda is not None and _major(driver) < _OLDEST_DRIVER.get(cuda, 0):
-            advice = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}"
-    elif answer["platform"] == "gpu" and len(found) < num_gpus:
-        advice, status = f"there are {num_gpus} GPUs", NOTE
-    yield Line(framework, f"{answer['version']} on {len(found)} x {found[0]}{libraries}", advice, status)
-
-
-def _major(driver: str | None) -> int:
-    return int(driver.split(".")[0]) if driver else 0
+        if cuda is not None and major < _OLDEST_DRIVER.get(cuda, 0):
+            return Line(framework, said, f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}", FAIL)
+        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {fitting}", FAIL)
+    if answer["platform"] == "gpu" and len(found) < num_gpus:
+        return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
+    return Line(framework, said)
 
 
 def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
@@ -186,31 +176,16 @@ def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
         yield Line("libraries", ", ".join(used))
 
 
-def _topology_lines(num_gpus: int) -> Iterator[Line]:
-    if num_gpus < 2:
-        return
-    rows = [line.split() for line in (environment.nvidia_smi("topo", "-m") or "").splitlines()]
-    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    links = {cell for row in rows for cell in row[1 : len(rows) + 1]} - {"X"}
-    said = f"{', '.join(sorted(links))} between GPUs" if links else "nvidia-smi topo -m prints none"
-    if not links or links & _SLOW_WIRES:
-        yield Line("topology", said, "without NVLink, give inspect the speed: --network-gb-per-s", NOTE)
-    else:
-        yield Line("topology", said)
-
-
-def _job_lines() -> Iterator[Line]:
+def _job_line() -> Line:
     try:
         job = find_job()
         chosen = job and job.local_devices(len(visible_gpus()))
     except ValueError as error:
-        yield Line("job", "the launcher's variables contradict each other", str(error), FAIL)
-        return
+        return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
     if job is None:
         here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
-        yield Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
-        return
-    yield Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
+        return Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
+    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
 
 
 def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
@@ -222,9 +197,7 @@ def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
         small = len(gpus) > 1 and free_bytes < _GIB
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more" if small else ""
         yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of {shared} free", advice, NOTE if small else OK)
-    if gpus:
-        used = [gpu for gpu in gpus if gpu.free_bytes < 0.9 * gpu.memory_bytes]
-        held = ", ".join(f"GPU {gpu.number}: {gpu.free_bytes / _GIB:.1f}" for gpu in used)
-        least, whole = (min(getattr(gpu, of) for gpu in gpus) / _GIB for of in ("free_bytes", "memory_bytes"))
-        advice = f"other processes hold some of it ({held} GiB free): nvidia-smi names them" if used else ""
-        yield Line("memory", f"{least:.1f} of {whole:.1f} GiB of each GPU free", advice, NOTE if used else OK)
+    for gpu in gpus:
+        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
+            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
+            yield Line("memory", free, "other processes hold the rest: nvidia-smi names them", NOTE)

@@ -15,9 +15,6 @@ from ..arguments import check_integer
 from .quiet import import_jax_on_cpu
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
-_BY_LEAVES = ("zero1:leaves", "zero2:leaves")
-_SHAPES = ("layers", "width", "heads", "hidden", "vocab", "context")
-_OF_COMPILING = ("compare", "bucket_mb", "dump_hlo", "trainer", "dtype", *_SHAPES)
 
 
 def add_parser(commands: Any) -> None:
@@ -31,15 +28,12 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", help="a named size, or custom (default: seed_xl)")
+    add("--model", metavar="NAME", help="a named size (default: seed_xl)")
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
         "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
         "model_state")  # fmt: skip
-    for shape in _SHAPES:
-        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom")
-    add("--strategy", default="bucketed", metavar="NAME", help="one of STRATEGIES, or "
-        "auto: plain jit with replicated parameters; zero1:leaves and zero2:leaves shard by whole parameters (default: "
-        "%(default)s)")  # fmt: skip
+    add("--strategy", default="bucketed", metavar="NAME", help="such as bucketed or zero2, a wrong name lists all; "
+        "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
         "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
@@ -54,20 +48,15 @@ def add_parser(commands: Any) -> None:
     add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
         "with what was measured, where it was)")  # fmt: skip
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
-    add("--replicas", type=int, default=1, metavar="N", help="also compile ZeRO strategies sharded within N groups and "
-        "summed across: h100:4x8 --replicas 4 shards within a host (default: no)")  # fmt: skip
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
     add("--dtype", metavar="NAME", help="f32, whose products JAX computes in TF32 on GPUs and in bfloat16 on TPUs; or "
         "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
         "(default: f32)", choices=("f32", "bf16"))  # fmt: skip
-    add("--hlo", metavar="FILE", help="read this scheduled HLO text instead of compiling a model")
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
     add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
-    add("--dump-hlo", metavar="FILE", help="write the scheduled program of --strategy")
-    add("--json", action="store_true", help="print one JSON object instead of the table; files only with --out")
-    add("--out", metavar="DIR", help="folder for timeline.png, timeline.svg and trace.json (default: a new one under "
-        "runs/)")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object instead of the table; a picture only with --out")
+    add("--out", metavar="DIR", help="folder for timeline.png (default: a new one under runs/)")
     parser.set_defaults(run=run)
 
 
@@ -79,72 +68,62 @@ def run(arguments: argparse.Namespace) -> None:
         OSError: If a file cannot be read or written.
     """
     import_jax_on_cpu()  # late, so that the help needs no JAX
-    if arguments.trace is not None:
-        from .inspect_trace import show_trace
+    from .inspect_console import as_json, show
+    from .inspect_trace import show_trace
 
-        _check_left_out(arguments, "trace", "is what ran", "model", "hlo", "out", "batch_per_device", *_OF_COMPILING)
+    if arguments.trace is not None:
+        of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
+        _check_left_out(arguments, "trace", "is what ran", *of_compiling)
         return show_trace(arguments)
     if arguments.write_network is not None:
         raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
-    from jax.numpy import bfloat16
+    folder = _folder(arguments)
+    inspections = _inspected(arguments)
+    if folder is not None:
+        from ..instruments.timeline import draw
 
-    from ..instruments.inspect import inspect_dump, inspect_steps, transformer_training
+        folder.mkdir(parents=True, exist_ok=True)
+        simulations = {inspection.strategy: inspection.simulation for inspection in inspections}
+        draw(simulations, folder / "timeline.png", title=inspections[0].title)
+    if arguments.json:
+        print(json.dumps(as_json(inspections)))
+    else:
+        show(inspections, arguments.trainer or arguments.model or _MODEL, folder)
+
+
+def _inspected(arguments: argparse.Namespace) -> list[Any]:
+    from ..instruments.inspect import inspect_steps
     from ..planning.machine import network_of
     from ..planning.machine import target as machine_of
-    from ..registry import make_strategy
-    from .inspect_console import as_json, show
 
     target = machine_of(arguments.target or "h100:8", peaks=arguments.peaks)
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}
     network = network_of(target, **speed, latency_us=arguments.latency_us, file=arguments.network_file)
-    folder = _check_options(arguments)
-    if arguments.hlo is not None:
-        text = Path(arguments.hlo).read_text(errors="replace")
-        inspections = [inspect_dump(Path(arguments.hlo).name, text, target, network)]
-    else:
-        names = dict.fromkeys([arguments.strategy, *arguments.compare])
-        strategies = [
-            make_strategy(name.removesuffix(":leaves"), shard="leaves") if name in _BY_LEAVES else name
-            for name in names
-        ]
-        if arguments.trainer is not None:
-            training = training_of(arguments.trainer)
-        else:
-            batch_per_device = arguments.batch_per_device or _BATCH_PER_DEVICE
-            training = transformer_training(_config(arguments), batch_per_device * target.num_devices)
-            if arguments.dtype == "bf16":
-                training = training._replace(options={"compute_dtype": bfloat16})
-        inspections = inspect_steps(
-            strategies, training, target, network, bucket_mb=arguments.bucket_mb, replicas=arguments.replicas,
-            say=(lambda text: None) if arguments.json else partial(print, flush=True),
-        )  # fmt: skip
-    if arguments.dump_hlo is not None:
-        Path(arguments.dump_hlo).write_text(inspections[0].text)
-    if folder is not None:
-        _draw(folder, inspections)
-    if arguments.json:
-        print(json.dumps(as_json(inspections)))
-    else:
-        show(inspections, arguments.hlo or arguments.trainer or arguments.model or _MODEL, folder)
+    strategies = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
+    say = (lambda text: None) if arguments.json else partial(print, flush=True)
+    training = _training(arguments, target.num_devices)
+    return inspect_steps(strategies, training, target, network, bucket_mb=arguments.bucket_mb, say=say)
 
 
-def _check_options(arguments: argparse.Namespace) -> Path | None:
-    """Checks what is known before compiling; returns the folder of the pictures."""
-    for name in ("batch_per_device", *_SHAPES):
-        if (value := getattr(arguments, name)) is not None:
-            check_integer(name, value)
-    if arguments.hlo is not None:
-        _check_left_out(arguments, "hlo", "is one program as it is", *_OF_COMPILING)
+def _training(arguments: argparse.Namespace, num_devices: int) -> Any:
+    from ..instruments.inspect import transformer_training
+    from ..models import SIZES
+
     if arguments.trainer is not None:
-        _check_left_out(arguments, "trainer", "says what is trained", "model", "batch_per_device", "dtype", *_SHAPES)
-    if arguments.dump_hlo is not None:
-        dump = Path(arguments.dump_hlo)
-        if dump.exists():
-            raise ValueError(f"dump_hlo (={dump}) must not exist: nothing is overwritten")
-        if not dump.parent.is_dir():
-            raise ValueError(f"dump_hlo (={dump}) must be in a folder that exists")
+        _check_left_out(arguments, "trainer", "says what is trained", "model", "batch_per_device", "dtype")
+        return training_of(arguments.trainer)
+    if arguments.batch_per_device is not None:
+        check_integer("batch_per_device", arguments.batch_per_device)
+    if (model := arguments.model or _MODEL) not in SIZES:
+        raise ValueError(f"unknown model {model!r}: one of {', '.join(SIZES)}; another is for --trainer")
+    training = transformer_training(SIZES[model], (arguments.batch_per_device or _BATCH_PER_DEVICE) * num_devices)
+    return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
+
+
+def _folder(arguments: argparse.Namespace) -> Path | None:
+    """The folder of the picture, which must not hold anything."""
     if arguments.json and arguments.out is None:
         return None
     folder = Path(arguments.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-inspect")
@@ -159,16 +138,6 @@ def _check_left_out(arguments: argparse.Namespace, option: str, why: str, *names
             raise ValueError(f"{name} (={value}) must be left out with --{option}, which {why}")
 
 
-def _draw(folder: Path, inspections: list[Any]) -> None:
-    from ..instruments.timeline import draw, write_trace
-
-    folder.mkdir(parents=True, exist_ok=True)
-    simulations = {inspection.strategy: inspection.simulation for inspection in inspections}
-    for suffix in ("png", "svg"):
-        draw(simulations, folder / f"timeline.{suffix}", title=inspections[0].title)
-    write_trace(simulations, folder / "trace.json")
-
-
 def training_of(spec: str) -> Any:
     """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
     from ..instruments.inspect import Training
@@ -180,33 +149,16 @@ def training_of(spec: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         make = getattr(import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"trainer (={spec}) must name a module that can be imported from here: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"trainer (={spec}) must name a function of the module: {error}") from error
+        raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
     made = make()
-    has_options = isinstance(made, tuple) and len(made) == 5 and isinstance(made[4], dict)
-    if not has_options and not (isinstance(made, tuple) and len(made) == 4):
+    if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
         raise ValueError(
             f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
         )
-    loss_fn, optimizer, params, batch, options = made if has_options else (*made, {})
-    others = {name: option for name, option in options.items() if name != "model_state"}
-    return Training(loss_fn, optimizer, params, batch, others, options.get("model_state"))
-
-
-def _config(arguments: argparse.Namespace) -> Any:
-    from ..models import SIZES, TransformerConfig
-
-    given = {shape: getattr(arguments, shape) for shape in _SHAPES if getattr(arguments, shape) is not None}
-    if (model := arguments.model or _MODEL) != "custom":
-        if given:
-            raise ValueError(f"--{next(iter(given))} must come with --model custom, not with {model!r}")
-        if model not in SIZES:
-            raise ValueError(f"unknown model {model!r}: one of custom, {', '.join(SIZES)}")
-        return SIZES[model]
-    if missing := [f"--{shape}" for shape in _SHAPES if shape not in given]:
-        raise ValueError(f"--model custom needs {', '.join(missing)} as well")
-    return TransformerConfig(*(given[name] for name in ("vocab", "context", "width", "layers", "heads", "hidden")))
+    options = dict(made[4]) if len(made) == 5 else {}
+    model_state = options.pop("model_state", None)
+    loss_fn, optimizer, params, batch = made[:4]
+    return Training(loss_fn, optimizer, params, batch, options, model_state)

@@ -1,9 +1,8 @@
-"""The output of ``inspect``: a table with a row for each step, or one JSON object."""
+"""The output of ``inspect``: one JSON object, or its numbers as a table with a row for each step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,28 @@ _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
 def show(inspections: list[Inspection], model: str, folder: Path | None) -> None:
-    """Prints the table and the pictures' folder; ``model`` is a model's name or a dump's file."""
+    """Prints the table and the picture's folder; ``model`` is a model's name or a training's."""
     first = inspections[0]
     print(paragraph(f"{model} on {first.title}"))
     print(paragraph(first.rates))
+    found = [_object(each) for each in inspections]
     # Four significant figures for the longest step.
-    digits = max(0, 3 - math.floor(math.log10(max(each.simulation.step_s for each in inspections) * 1e3)))
-    print(f"\n{table(_HEADS, [_cells(each, digits) for each in inspections], left=('check',))}\n")
-    if bound := first.bound:
-        terms = [bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s]
-        step, compute, forward, gradient, all_reduce = _in_ms(terms, digits)
-        print(paragraph(
-            f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
-            f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
-        ))  # fmt: skip
-    if first.target.num_hosts > 1:
-        sent = {each.strategy: [f"{num_bytes / MIB:.1f}" for num_bytes in each.sent_bytes] for each in inspections}
-        sums = ", ".join(f"{name} {within} + {between}" for name, (within, between) in sent.items())
-        print(paragraph(f"A rank sends within its host + to other hosts, MiB: {sums}."))
-    chip = first.target.chip
+    digits = max(0, 3 - math.floor(math.log10(max(each["step_ms"] for each in found))))
+    print(f"\n{table(_HEADS, [_cells(each, digits) for each in found], left=('check',))}\n")
+    bound, chip = first.bound, first.target.chip
+    terms = bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s
+    step, compute, forward, gradient, all_reduce = (f"{seconds * 1e3:.{digits}f}" for seconds in terms)
+    print(paragraph(
+        f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
+        f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
+    ))  # fmt: skip
     pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
     print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
-    for inspection in inspections:
-        for note in inspection.notes:
-            print(paragraph(f"{inspection.strategy}: {note}"))
+    for each in found:
+        for note in each["notes"]:
+            print(paragraph(f"{each['strategy']}: {note}"))
     if folder is not None:
-        print(f"\n{folder}: timeline.png, timeline.svg, trace.json (for ui.perfetto.dev)")
+        print(f"\n{folder}: timeline.png")
 
 
 def as_json(inspections: list[Inspection]) -> dict[str, Any]:
@@ -60,22 +55,19 @@ def as_json(inspections: list[Inspection]) -> dict[str, Any]:
 
 
 def _object(inspection: Inspection) -> dict[str, Any]:
-    overlap, simulation = inspection.schedule.overlap(), inspection.simulation
-    bound = inspection.bound
+    overlap, simulation, network = inspection.schedule.overlap(), inspection.simulation, inspection.network
     return {
         "strategy": inspection.strategy,
         "target": inspection.target.spec,
         "devices": inspection.target.num_devices,
-        "network_gb_per_s": inspection.gb_per_s,
-        "network": network_in_words(inspection.target, inspection.network),
-        "latency_us": inspection.network.latency_us,
+        "network_gb_per_s": network.host_gb_per_s or network.gb_per_s,
+        "network": network_in_words(inspection.target, network),
+        "latency_us": network.latency_us,
         "rates": inspection.rates,
         "product_dtypes": inspection.product_dtypes,
         "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
         "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],
         "as_planned": inspection.as_planned,
-        "sent_bytes_within_host": inspection.sent_bytes[0],
-        "sent_bytes_to_other_hosts": inspection.sent_bytes[1],
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,
@@ -83,29 +75,20 @@ def _object(inspection: Inspection) -> dict[str, Any]:
         "compute_ms": simulation.compute_s * 1e3,
         "comm_ms": simulation.communication_s * 1e3,
         "exposed_ms": simulation.exposed_s * 1e3,
-        "lower_bound_ms": None if bound is None else bound.step_s * 1e3,
+        "lower_bound_ms": inspection.bound.step_s * 1e3,
         "memory": inspection.memory,
         "notes": inspection.notes,
     }
 
 
-def _cells(inspection: Inspection, digits: int) -> list[str]:
-    overlap, simulation, bound = inspection.schedule.overlap(), inspection.simulation, inspection.bound
-    total = overlap.num_bytes or 1
-    times = (simulation.compute_s, simulation.communication_s, simulation.exposed_s, simulation.step_s)
+def _cells(found: dict[str, Any], digits: int) -> list[str]:
+    planned, compiled = ([(one["kind"], one["bytes"]) for one in found[name]] for name in ("planned", "compiled"))
+    total, first = sum(num_bytes for _, num_bytes in compiled), found["first_start_fraction"]
+    shares = (found["bytes_in_flight_during_backward"], found["bytes_started_after_backward"])
     return [
-        inspection.strategy,
-        "-" if inspection.as_planned is None else count_kinds(inspection.planned),
-        count_kinds(inspection.compiled),
-        _CHECKS[inspection.as_planned],
-        f"{overlap.num_bytes / MIB:.1f}",
-        "-" if overlap.first_start_fraction is None else f"{overlap.first_start_fraction:.0%}",
-        *(f"{share / total:.0%}" for share in (overlap.bytes_in_flight, overlap.bytes_started_after_backward)),
-        *_in_ms(times, digits),
-        "-" if bound is None else f"{simulation.step_s / bound.step_s:.3f}",
-        "-" if inspection.memory is None else f"{inspection.memory['peak'] / 1e9:.1f}",
-    ]
-
-
-def _in_ms(seconds: Iterable[float], digits: int) -> list[str]:
-    return [f"{each * 1e3:.{digits}f}" for each in seconds]
+        found["strategy"], "-" if found["as_planned"] is None else count_kinds(planned), count_kinds(compiled),
+        _CHECKS[found["as_planned"]], f"{total / MIB:.1f}", "-" if first is None else f"{first:.0%}",
+        *(f"{share / (total or 1):.0%}" for share in shares),
+        *(f"{found[f'{name}_ms']:.{digits}f}" for name in ("compute", "comm", "exposed", "step")),
+        f"{found['step_ms'] / found['lower_bound_ms']:.3f}", f"{found['memory']['peak'] / 1e9:.1f}",
+    ]  # fmt: skip

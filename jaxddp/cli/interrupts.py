@@ -13,11 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signalled(Exception):
-    """A run ended because of a signal, after it saved what it had; the text says how far it came.
-
-    Attributes:
-        number: Of the signal.
-    """
+    """A run ended because of the signal ``number``, after it saved what it had; the text says how far it came."""
 
     def __init__(self, number: int, text: str = "") -> None:
         super().__init__(text)
@@ -26,13 +22,10 @@ class Signalled(Exception):
 
 @contextmanager
 def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
-    """Notes ``SIGNALS`` of the main thread instead of ending the process; signals that are ignored stay so.
+    """Gives the numbers of ``SIGNALS`` that come to the main thread, which do not end it; ignored ones stay so.
 
     Where several processes train together (``is_in_job``), JAX notes SIGTERM for all of them
     (``multihost_utils.reached_preemption_sync_point``), and the other signals are passed on to it.
-
-    Yields:
-        The numbers of the signals that came.
     """
     received: list[int] = []
 

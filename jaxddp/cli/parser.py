@@ -1,18 +1,14 @@
-"""What all command lines share: the argument parser, also of ``python -m benchmarks``, and errors in one line.
+"""What all command lines share: running a command, and errors in one line.
 
 A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
-``(arguments) -> int | None``, the exit status if it is not 0. Such a module imports slow modules only when it
-runs, so that ``--help`` is fast.
+``(arguments) -> int | None``, the exit status if it is not 0. It imports slow modules only when it runs: help is fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import re
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn
 
@@ -58,15 +54,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one-line errors, whose help lists the strategies in place of STRATEGIES; no value may be empty."""
-
-    def format_help(self) -> str:
-        """Fills in the names of the strategies."""
-        for action in self._actions:
-            if "STRATEGIES" in (action.help or ""):
-                package = "torchref" if "torchref" in self.prog else "jaxddp"
-                action.help = str(action.help).replace("STRATEGIES", ", ".join(_strategy_names(package)))
-        return super().format_help()
+    """A parser with one-line errors; no value may be empty."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value == "":  # of a shell variable that is not set; as a path it would be the current folder
@@ -76,13 +64,3 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, without argparse's usage before it."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
-
-
-def _strategy_names(package: str) -> list[str]:
-    """Names of the registered strategies, read from source files, because importing them would start a framework."""
-    if registry := sys.modules.get(f"{package}.registry"):
-        return list(registry.STRATEGIES)
-    folders = (Path(__file__).parents[2] / package / name for name in ("ddp", "zero"))
-    texts = (path.read_text() for folder in folders for path in sorted(folder.glob("*.py")))
-    named = r'^@register(?:\("|\ndef )(\w+)'
-    return [name for text in texts for name in re.findall(named, text, re.MULTILINE)]

@@ -4,11 +4,10 @@ import sys
 
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
-from jaxddp.registry import STRATEGIES
 
 LISTED = {
-    "train": {*STRATEGIES, *(name for name, config in SIZES.items() if config.vocab >= 256)},
-    "inspect": {*STRATEGIES, *CHIPS, "auto", "custom"},
+    "train": {name for name, config in SIZES.items() if config.vocab >= 256},
+    "inspect": {*CHIPS, "auto"},
     "plan": {*CHIPS, "custom", "xxl"},
     "launch": set(),
     "doctor": set(),

@@ -65,14 +65,6 @@ def add_parser(commands: Any) -> None:
     hardware("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; their rate and "
              "latency replace --link-gb-per-s and --latency-us")  # fmt: skip
     hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
-
-    assumed = parser.add_argument_group("assumptions of compute-bound").add_argument
-    assumed("--overlapped-axes", action="store_true", help="collectives of FSDP and TP run at the same time (default: "
-            "one after the other)")  # fmt: skip
-    assumed("--with-backward", dest="passes", action="store_const", const="both", help="judge forward and backward "
-            "together (default: the forward; the backward if nothing is gathered)")  # fmt: skip
-    assumed("--ring-factors", action=argparse.BooleanOptionalAction, help="count (n-1)/n of the bytes of a ring "
-            "(default: on GPUs)")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -106,7 +98,6 @@ def _job(arguments: argparse.Namespace) -> Any:
             check_integer(name, value)
     tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
-    element_bytes = dtype_bytes(arguments.dtype)
     cluster = cluster_of(
         machine, arguments.dtype,
         flops_per_s=arguments.flops_per_s,
@@ -118,11 +109,9 @@ def _job(arguments: argparse.Namespace) -> Any:
     )  # fmt: skip
     sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
     assumptions = formulas.Assumptions(
-        passes=arguments.passes or ("backward" if sums_only else "forward"),
-        overlapped_axes=arguments.overlapped_axes,
-        ring_factors=not cluster.torus if arguments.ring_factors is None else arguments.ring_factors,
-        element_bytes=element_bytes,
-    )
+        passes="backward" if sums_only else "forward", ring_factors=not cluster.torus,
+        element_bytes=dtype_bytes(arguments.dtype),
+    )  # fmt: skip
     states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
@@ -135,23 +124,24 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
     from ..planning.workload import feed_forward, transformer
     from ..sizes import SIZES
 
-    how = {name: getattr(arguments, name) for name in ("attention", "checkpointing")}
-    how = {name: value for name, value in how.items() if value is not None}
-    given = {name: getattr(arguments, name) for name in (*_FEED_FORWARD, *_TRANSFORMER)}
-    given = {name: value for name, value in given.items() if value is not None}
+    def given_of(*names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+    how, given = given_of("attention", "checkpointing"), given_of(*_FEED_FORWARD, *_TRANSFORMER)
+    is_transformer = arguments.model != XXL and (arguments.model != CUSTOM or bool(given.keys() & {*_TRANSFORMER}))
     for name, value in given.items():
         check_integer(name, value)
         if arguments.model != CUSTOM and (name != "context" or arguments.model == XXL):
             raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
-    if how and (arguments.model == XXL or (arguments.model == CUSTOM and not set(given) & set(_TRANSFORMER))):
+    if how and not is_transformer:
         raise ValueError(f"--{next(iter(how))} must come with a transformer, not with feed-forward blocks")
     if arguments.model == XXL:
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
     if arguments.model == CUSTOM:
-        wanted = _FEED_FORWARD if not set(given) & set(_TRANSFORMER) else (*_FEED_FORWARD, *_TRANSFORMER)
+        wanted = (*_FEED_FORWARD, *_TRANSFORMER) if is_transformer else _FEED_FORWARD
         if missing := [f"--{name}" for name in wanted if name not in given]:
             raise ValueError(f"--model custom needs {', '.join(missing)} as well")
-        if wanted == _FEED_FORWARD:
+        if not is_transformer:
             return feed_forward(given["width"], given["hidden"], given["layers"]), 1
         names = ("vocab", "context", "width", "layers", "heads", "hidden")
         return transformer(*(given[name] for name in names), **how), given["context"]

@@ -1,8 +1,9 @@
-"""The output of ``plan``: a table of numbers, or one JSON object."""
+"""The output of ``plan``: one JSON object, or the same numbers as a table."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,59 +13,33 @@ from ..planning.plan import Plan
 from ..planning.products import rates_in_words
 from ..table import paragraph, table
 
-_PASSES = {"forward": "the forward alone", "backward": "the backward alone", "both": "forward and backward"}
-
 
 def show(plan: Plan, model: str) -> None:
     """Prints a plan."""
-    job = plan.job
-    replicas = f" x {job.dp} replicas" if job.dp > 1 else ""
-    how = f"FSDP {job.fsdp}" if job.stage == 3 else f"ZeRO stage {job.stage} over {job.fsdp} ranks"
-    print(f"{model} on {job.cluster.name}: {how} x TP {job.tp}{replicas}, {plan.tokens:,} tokens a step")
-    print(paragraph(f"Assumed: {_assumptions(plan)}."))
-    print(f"\n{table(('', ''), _lines(plan), left=('',))}")
-    for note in _notes(plan):
+    found = as_json(plan, model)
+    notes = found.pop("notes")
+    print(f"{model} on {found.pop('target')}\n\n{table(('', ''), list(_rows(found)), left=('',))}")
+    for note in notes:
         print(paragraph(f"Note: {note}."))
 
 
-def _lines(plan: Plan) -> list[tuple[str, str]]:
-    """The numbers of a plan in the order in which they are shown; a label is indented if it is a part of another."""
-    job, best = plan.job, plan.best_split
-    spare = job.cluster.memory_bytes - plan.total_bytes
-    verdict = f"yes, {_gb(spare)} to spare" if plan.fits else f"no, {_gb(-spare)} too much"
-    return [
-        ("fits", f"{verdict}: {_gb(plan.total_bytes)} of {_gb(job.cluster.memory_bytes)} a device"),
-        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.bytes_per_device.items()),
-        ("accumulation steps", "none fit" if plan.accumulation_steps is None else str(plan.accumulation_steps)),
-        ("least devices", "none" if plan.min_devices is None else f"{plan.min_devices:,}"),
-        ("compute-bound", f"{'yes' if plan.compute_bound else 'no'}: {_from(plan.min_tokens)}"),
-        ("  compute", f"{_ms(plan.times.compute_s)} a micro-batch"),
-        ("  FSDP", _ms(plan.times.fsdp_s)),
-        ("  TP", _ms(plan.times.tp_s)),
-        ("  DP", _ms(plan.times.dp_s)),
-        ("  communication", _ms(plan.times.communication_s(job.assumptions))),
-        *_step(plan),
-        ("best split", f"FSDP {best.fsdp} x TP {best.tp}: {_from(best.tokens)}"),
-        ("best buckets", _buckets(plan)),
-        ("traffic", "bytes that a rank sends per step to data-parallel peers, by strategy"),
-        *((f"  {name.replace('_', ' ')}", _gb(num_bytes)) for name, num_bytes in plan.traffic_bytes.items()),
-    ]
-
-
-def _step(plan: Plan) -> list[tuple[str, str]]:
-    if (step := plan.step) is None:
-        return []
-    parts = ", ".join(f"{name.removesuffix('_s')} {_ms(seconds)}" for name, seconds in step._asdict().items())
-    return [("step", f"{_ms(step.step_s)}, an estimate: {parts}")]
-
-
-def _buckets(plan: Plan) -> str:
-    if plan.job.num_data_ranks == 1:
-        return "none: no gradients are reduced"
-    if (best := plan.buckets) is None:
-        return "the smaller the better: a call has no latency"
-    size = f"{best.num_buckets:,.0f} of {best.bucket_bytes / MIB:,.1f} MiB"
-    return f"{size}, if they are equal: {_ms(best.tail_s)} exposed after the backward, {best.regime}"
+def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterator[tuple[str, str]]:
+    """Names and numbers, in the unit that the name says, or that of the group which they are part of."""
+    for name, value in found.items():
+        is_time = name.endswith("_s") and not name.endswith("per_s")
+        of, words = "ms" if is_time else "bytes" if "bytes" in name else unit, name.replace("_", " ")
+        label = f"{indent}{words.removesuffix(' s') if is_time else words}"
+        if isinstance(value, Mapping):
+            yield label, ""
+            yield from _rows(value, f"{indent}  ", of)
+        elif value is None or isinstance(value, (str, bool)):
+            yield label, value if isinstance(value, str) else "none" if value is None else "yes" if value else "no"
+        elif of == "ms":
+            yield label, f"{value * 1e3:.4g} ms"
+        elif of == "bytes" and value >= 1e5:
+            yield label, f"{value / GB:.2f} GB" if value >= 1e7 else f"{value / 1e6:.3g} MB"
+        else:
+            yield label, f"{value:,.{0 if value == int(value) else 3}f}"
 
 
 def as_json(plan: Plan, model: str) -> dict[str, Any]:
@@ -100,22 +75,6 @@ def as_json(plan: Plan, model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _assumptions(plan: Plan) -> str:
-    given, cluster = plan.job.assumptions, plan.job.cluster
-    held = " + ".join(f"{num_bytes:g}" for num_bytes in plan.job.held)
-    return "; ".join([
-        _PASSES[given.passes],
-        f"collectives of different axes {'at the same time' if given.overlapped_axes else 'one after the other'}",
-        f"r(n) = {'(n-1)/n' if given.ring_factors else '1'} of a buffer sent",
-        f"{given.element_bytes:g} bytes per element sent and kept",
-        f"{cluster.network.gb_per_s:.4g} GB/s a device and {cluster.network.latency_us:.3g} us a call"
-        + (f", measured ({cluster.network.source})" if cluster.network.source else ""),
-        f"products in {cluster.products or 'any dtype'} at {plan.flops_per_s:g} FLOP/s",
-        *([rates_in_words(cluster.chip)] if cluster.chip else []),
-        f"{held} bytes a parameter (value, gradient, optimizer, sum of micro-batches)",
-    ])  # fmt: skip
-
-
 def _notes(plan: Plan) -> list[str]:
     job, torus = plan.job, plan.job.cluster.torus
     found = []
@@ -128,7 +87,7 @@ def _notes(plan: Plan) -> list[str]:
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
     pool = 0.75 * job.cluster.memory_bytes
     if not torus and plan.total_bytes > pool:
-        found.append(f"JAX takes {_gb(pool)} of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
+        found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     if job.gathers and plan.num_microbatches > 1:
         found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":
@@ -139,17 +98,3 @@ def _notes(plan: Plan) -> list[str]:
 def _whole(num_bytes: float) -> int:
     """Rounds up, ignoring floating-point noise on a whole number."""
     return math.ceil(num_bytes * (1 - 1e-12))
-
-
-def _from(min_tokens: float | None) -> str:
-    if min_tokens is None:
-        return "no batch is large enough"
-    return f"from {math.ceil(min_tokens):,} tokens on" if min_tokens else "at any batch"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / GB:.2f} GB" if num_bytes >= 1e7 or num_bytes == 0 else f"{num_bytes / 1e6:.3g} MB"
-
-
-def _ms(seconds: Any) -> str:
-    return f"{float(seconds) * 1e3:.4g} ms"

@@ -31,18 +31,13 @@ PLANS = {
 def test_the_book_as_a_reader_sees_it(capsys):
     show(PLANS["book"], "model")
     text = capsys.readouterr().out
-    assert text.startswith("model on v5p:64: FSDP 16 x TP 4, 25,302 tokens a step\nAssumed: the forward alone; ")
+    assert text.startswith("model on v5p:64\n\n")
     found = {" ".join(line.split()) for line in text.splitlines()}
     assert found >= {
-        "fits yes, 24.71 GB to spare: 70.29 GB of 95.00 GB a device",
-        "activations 11.83 GB",
-        "accumulation steps 1",
-        "least devices 48",
-        "compute-bound yes: from 25,302 tokens on",
-        "compute 377.9 ms a micro-batch",
-        "best split FSDP 8 x TP 8: from 16,594 tokens on",
-        "zero3 309.16 GB",
-    }
+        "fits yes", "total 70.29 GB", "available 95.00 GB", "activations 11.83 GB", "accumulation steps 1",
+        "min devices 48", "compute bound yes", "min tokens 25,302", "compute 377.9 ms", "tokens 16,594",
+        "zero3 309.16 GB", "flops per s 460,000,000,000,000", "passes forward",
+    }  # fmt: skip
     assert "Note" not in text
 
 
@@ -61,17 +56,14 @@ def test_json_is_the_same_numbers_to_the_byte(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("too large", "no, 395.59 GB too much: 475.59 GB of 80.00 GB a device"),
-        ("too large", "accumulation steps none fit"),
+        ("too large", "fits no"),
+        ("too large", "accumulation steps none"),
         ("too large", "Note: JAX takes 60.00 GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."),
-        ("too large", "products in bfloat16 at 9.894e+14 FLOP/s"),
-        ("no batch", "compute-bound no: no batch is large enough"),
+        ("no batch", "min tokens none"),
         ("no batch", "Note: groups of 2 and 32 are not products of whole axes of 4x4x4: "),
-        ("alone", "compute-bound yes: at any batch"),
-        ("alone", "best buckets none: no gradients are reduced"),
+        ("alone", "buckets none"),
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
         ("small torus", "Note: every micro-batch gathers, so each has to be as large as a compute-bound batch."),
-        ("replicas", "ZeRO stage 2 over 16 ranks x TP 2 x 4 replicas"),
         ("replicas", "Note: gradients are reduced in the backward, which is not counted."),
     ],
 )

@@ -35,9 +35,8 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
 @pytest.mark.parametrize(
     ("options", "min_tokens"),
     [
-        ("--flops-per-s 4.59e14", 25_234), ("--overlapped-axes", 20_445), ("--ring-factors", 22_391),
+        ("--flops-per-s 4.59e14", 25_234),
         ("--link-gb-per-s 90", 66_373), ("--link-gb-per-s 29 --tokens 25302", None),
-        ("--with-backward", 23_445),
         ("--fsdp 8 --tp 8", 16_594), ("--dtype float8 --flops-per-s 4.6e14", 11_308),
     ],
 )  # fmt: skip

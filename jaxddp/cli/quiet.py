@@ -1,7 +1,6 @@
-"""Imports JAX without the messages of the CUDA plugin on machines without a driver.
+"""Imports JAX for command lines: without CUDA plugins where there is no device, and without the lines that they print.
 
-With the extra ``targets`` and without a GPU, importing and starting JAX prints a line of C++ for each library of the
-plugin. Only command lines suppress them.
+With the extra ``targets`` and without a GPU, each library of the plugin prints a line of C++.
 """
 
 from __future__ import annotations
@@ -9,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
-
-_PLUGIN_LINES = (b"cudart_stub.cc", b"before absl::InitializeLog() is called")
 
 
 def import_jax() -> None:
     """Imports JAX, and keeps it from loading CUDA plugins where there is no device; call it before JAX is imported."""
     if "jax" in sys.modules:
         return
-    with _without_plugin_lines():
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # closed, as in a daemon: nobody reads the lines
+            standard_error = os.dup(2)
+            stack.callback(os.close, standard_error)
+            stack.callback(os.dup2, standard_error, 2)
+            os.dup2(stack.enter_context(open(os.devnull, "w")).fileno(), 2)
         from .. import plugins
 
         # The compilers for targets load them in processes of their own.
@@ -32,26 +32,3 @@ def import_jax_on_cpu() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-
-
-@contextlib.contextmanager
-def _without_plugin_lines() -> Iterator[None]:
-    """Holds back standard error, then prints all but the CUDA plugin's lines."""
-    try:
-        standard_error = os.dup(2)
-    except OSError:  # closed, as in a daemon: nobody reads the lines
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
-        sys.stderr.flush()
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(standard_error, 2)
-            os.close(standard_error)
-            held.seek(0)
-            for line in held:
-                if not any(part in line for part in _PLUGIN_LINES):
-                    os.write(2, line)

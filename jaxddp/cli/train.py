@@ -10,9 +10,9 @@ import importlib
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
@@ -20,7 +20,7 @@ from ..processes.job import find_job
 from ..sizes import SIZES, TransformerConfig
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
-from ..training.data import Batch, Corpus
+from ..training.data import Corpus
 from .interrupts import Signalled, noted_signals
 from .launch import launch
 from .quiet import import_jax
@@ -49,7 +49,7 @@ class TrainOptions:
         ValueError: If a number is out of range or a name unknown.
     """
 
-    strategy: str = _flag("bucketed", str, "NAME", "one of STRATEGIES")
+    strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
     devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
         f"{DEFAULT_SIMULATED_DEVICES} on the CPU")  # fmt: skip
     processes: int | None = _flag(None, int, "N", "start N processes on this machine, which share the ranks", "none")
@@ -185,23 +185,21 @@ class StepReport(NamedTuple):
     step: int  # steps taken, from 1
     loss: float  # nats per byte, of the global batch, before the update
     validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
+    is_skipped: bool = False  # was not finite, and updated nothing
 
 
 class Progress:
     """Steps that a run has taken, and the lines that show them."""
 
-    def __init__(self, options: TrainOptions, context: int, first_step: int) -> None:
+    def __init__(self, options: TrainOptions, context: int) -> None:
         self._options, self._context = options, context
-        self._first_step = first_step
         self.reports: list[StepReport] = []
         self._seconds: list[float] = []
-        self.num_skipped = 0
 
-    def add(self, report: StepReport, seconds: float, is_skipped: bool) -> str | None:
+    def add(self, report: StepReport, seconds: float) -> str | None:
         """Adds a step; gives a line after a validation, after the first step, and about 20 times in a run."""
         self.reports.append(report)
         self._seconds.append(seconds)
-        self.num_skipped += is_skipped
         steps = self._options.steps
         if report.validation_loss is None and report.step > 1 and report.step % math.ceil(steps / _NUM_LINES):
             return None
@@ -217,20 +215,20 @@ class Progress:
             found: Those of the program, in any order.
             how: It was compiled, or they were issued.
         """
-        same = sorted(planned) == sorted(found)
+        is_same = sorted(planned) == sorted(found)
+        said = "the same" if is_same else f"{describe_collectives(found)}, NOT AS PLANNED"
         timings, first, last = summarize(self._seconds), self.reports[0], self.reports[-1]
         validation = "none: fewer than batch_size windows are held out"
+        per_step = f"{self._options.batch_size} x {self._context} per step"
         rows = {
-            "collectives": f"planned {describe_collectives(planned)}; {how}: "
-            + ("the same" if same else f"{describe_collectives(found)}, NOT AS PLANNED"),
-            "loss": f"{first.loss:.3f} nats at step {self._first_step}, {last.loss:.3f} at step {last.step}",
+            "collectives": f"planned {describe_collectives(planned)}; {how}: {said}",
+            "loss": f"{first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}",
             "validation": validation if last.validation_loss is None else _nats(last.validation_loss),
             "step time": str(timings),
-            "throughput": f"{self._tokens_per_s(timings):,.0f} tokens/s ({self._options.batch_size} x {self._context}"
-            " per step)",
+            "throughput": f"{self._tokens_per_s(timings):,.0f} tokens/s ({per_step})",
         }
-        if self.num_skipped:
-            rows["skipped"] = f"{self.num_skipped} steps, not finite"
+        if num_skipped := sum(report.is_skipped for report in self.reports):
+            rows["skipped"] = f"{num_skipped} steps, not finite"
         return table(("", ""), [*rows.items()], left=("",)).splitlines()
 
     def _tokens_per_s(self, timings: Timings) -> float:
@@ -243,62 +241,13 @@ def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict
     return {"examples": num_batches * options.batch_size, **text}
 
 
-def batches_taken(saved: Any, options: TrainOptions, corpus: Corpus) -> int:
-    """How many batches of these options a run has taken whose checkpoint holds this position.
+def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
+    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen.
 
     Raises:
-        ValueError: If the position is another program's, of another text or seed, or between two batches.
+        ValueError: If there is one and it is not asked for, or it is another program's, of another text or seed, or
+            between two batches of these options.
     """
-    here = position_of(options, corpus, 0)
-    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
-        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
-    for name in ("seed", "text_bytes", "text_crc32"):
-        if here[name] != saved[name]:
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
-            )
-    if saved["examples"] % options.batch_size:
-        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
-    return saved["examples"] // options.batch_size
-
-
-class Training(Protocol):
-    """A framework's training, as ``take_steps`` sees it; every process of a job calls the same in the same order."""
-
-    place: dict[str, int]  # rank and num_ranks, of those that take rows of a batch each
-    is_noted_by_jax: bool  # a signal, for all processes
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken."""
-
-    def step(self, batch: Batch) -> Mapping[str, Any]:
-        """Takes one, and waits for the devices; gives ``loss``, and ``skipped`` if it may be."""
-
-    def mean_loss(self, batches: Sequence[Batch]) -> float:
-        """The mean loss of batches of all ranks."""
-
-    def check_replicas(self) -> None:
-        """Raises a ReplicaError if ranks differ in what each has in full."""
-
-    def is_signalled(self, signals: Sequence[int]) -> bool:
-        """Whether a signal ends the run after this step: all processes agree on one."""
-
-    def save(self, folder: Any, position: Any) -> None:
-        """Saves the state with a position in the data."""
-
-    def restore(self, folder: Any) -> Any:
-        """Takes the state of the newest checkpoint, and gives its position."""
-
-
-def resume(
-    options: TrainOptions,
-    corpus: Corpus,
-    training: Training,
-    folder: Any,
-    say: Callable[[str], None],
-) -> int:
-    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen."""
     if folder is None:
         return 0
     folder.reserve()  # no other job saves there meanwhile
@@ -308,25 +257,31 @@ def resume(
         return 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    num_batches = batches_taken(training.restore(folder), options, corpus)
-    step = training.num_steps
-    if step >= options.steps:
+    saved, here = training.restore(folder), position_of(options, corpus, 0)
+    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
+        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
+    for name in ("seed", "text_bytes", "text_crc32"):
+        if here[name] != saved[name]:
+            raise ValueError(
+                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
+            )
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    if (step := training.num_steps) >= options.steps:
         say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
     else:
         say(f"resumed at step {step}")
-    return num_batches
+    return saved["examples"] // options.batch_size
 
 
 def take_steps(
-    options: TrainOptions,
-    corpus: Corpus,
-    training: Training,
-    folder: Any,
-    num_batches: int,
-    say: Callable[[str], None],
-    on_step: Callable[[StepReport], None],
-) -> Progress:
+    options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
+    say: Callable[[str], None], on_step: Callable[[StepReport], None],
+) -> Progress:  # fmt: skip
     """Trains up to the last step; all processes of a job take the same branches.
+
+    ``training`` is ``_Training`` of ``train_program.py``, here or in torchref, of which all processes call the same in
+    the same order.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
@@ -337,13 +292,14 @@ def take_steps(
     max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
     num_skips = 0  # in a row
     error: Exception | None = None
-    progress = Progress(options, corpus.context, training.num_steps + 1)
+    progress = Progress(options, corpus.context)
     with noted_signals(training.is_noted_by_jax) as signals:
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch, wait=lambda _: None)  # it waits itself
             step, num_batches, loss = training.num_steps, num_batches + 1, float(metrics["loss"])
-            num_skips = num_skips + 1 if metrics.get("skipped") else 0
+            is_skipped = bool(metrics.get("skipped"))
+            num_skips = num_skips + 1 if is_skipped else 0
             gives_up = num_skips > max_skips
             if gives_up:
                 before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
@@ -368,8 +324,8 @@ def take_steps(
                 say(f"the state before is kept in {path}")
             elif folder is not None and (is_last or (is_due and num_skips == 0)):
                 training.save(folder, position)
-            report = StepReport(step, loss, validation_loss)
-            if line := progress.add(report, seconds, num_skips > 0):
+            report = StepReport(step, loss, validation_loss, is_skipped)
+            if line := progress.add(report, seconds):
                 say(line)
             on_step(report)
     if folder is not None:

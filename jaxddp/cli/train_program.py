@@ -7,7 +7,6 @@ A step trains on ``batch_size x context`` tokens, split evenly over the ranks. T
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ import jaxddp
 from ..mesh import mesh_of_machine
 from ..models import build
 from ..processes.job import find_job
+from ..registry import is_bucketed
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
@@ -51,7 +51,10 @@ def train(
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
-        params = load_params(options.weights, params)
+        from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
+        from ..checkpoint.weights import load_weights
+
+        params = from_numpy(load_weights(options.weights), params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     trainer = jaxddp.Trainer(
@@ -118,14 +121,6 @@ class _Training:
         return position
 
 
-def load_params(path: str, like: Any) -> Any:
-    """Reads parameters under PyTorch's names."""
-    from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
-    from ..checkpoint.weights import load_weights
-
-    return from_numpy(load_weights(path), like)
-
-
 def start_ranks(options: TrainOptions) -> Mesh:
     """The ranks of the job that this process is in, else those of this machine."""
     job = find_job()
@@ -141,12 +136,10 @@ def start_ranks(options: TrainOptions) -> Mesh:
 
 def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
     """The strategy by its name, with a cap of its buckets if one is given."""
-    if options.bucket_mb is None:
-        return jaxddp.make_strategy(options.strategy)
-    factory = jaxddp.STRATEGIES.get(options.strategy)
-    if factory is not None and "bucket_mb" not in inspect.signature(factory).parameters:
+    cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
+    if cap and options.strategy in jaxddp.STRATEGIES and not is_bucketed(options.strategy):
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return jaxddp.make_strategy(options.strategy, bucket_mb=options.bucket_mb)
+    return jaxddp.make_strategy(options.strategy, **cap)
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:

@@ -2,11 +2,8 @@
 
     found = jaxddp.collectives(train_step, state, batch)                      as it is compiled here
     found = jaxddp.collectives(train_step, state, batch, target="h100:8")     for machines that are not here
-    print(found)                                                              a table
-    assert found.pairs == [("all-reduce", 4096)]
 
-XLA decides what a program communicates, and nothing says so when it runs: a ZeRO-1 whose reductions stay all-reduces, a
-gather in a loop over layers, gradients reduced for every micro-batch. The compiled program says it.
+Printed, they are a table.
 """
 
 from __future__ import annotations
@@ -28,67 +25,42 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ..table import table
 from . import targets
 from .hlo import HLOError
-from .schedule import REDUCTIONS, Operation, read_schedule
+from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
 
 class Loop(NamedTuple):
-    """A loop around a collective.
+    """A loop around a collective."""
 
-    Attributes:
-        kind: ``"micro-batches"`` if it holds forward and backward, ``"layers"`` if it is part of one of them, else
-            ``"loop"``.
-        trips: Its iterations; 1 where the program does not say, which is among the notes.
-    """
-
-    kind: str
-    trips: int
+    kind: str  # "micro-batches" if it holds forward and backward, "layers" if it is part of one of them, else "loop"
+    trips: int  # its iterations; 1 where the program does not say, which is among the notes
 
 
 class Found(NamedTuple):
-    """A collective of a compiled program, and others that are the same from the same line.
+    """A collective of a compiled program, and others that are the same from the same line."""
 
-    Attributes:
-        kind: Such as ``"all-reduce"``.
-        num_bytes: Of the full buffer of one: the input of a reduce-scatter, the output of an all-gather.
-        dtype: Of the buffer, in HLO's spelling.
-        num_ranks: Devices that take part in one.
-        axes: The mesh axes that they lie along; None where no mesh is known that says so.
-        times: How often in one call, with all iterations of the loops around it; at most, if it is in a branch.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        loops: Around it, the innermost last.
-        is_hidden: Whether the program computes between its start and its end.
-        source: ``file:line`` of the code that asked for it; empty if the program does not say.
-        is_conditional: Whether it is in a branch of a ``lax.cond``, which may not run.
-    """
-
-    kind: str
-    num_bytes: int
-    dtype: str
-    num_ranks: int
-    axes: tuple[str, ...] | None
-    times: int
-    phase: str
-    loops: tuple[Loop, ...]
-    is_hidden: bool
-    source: str
-    is_conditional: bool = False
+    kind: str  # such as "all-reduce"
+    num_bytes: int  # of the full buffer of one: the input of a reduce-scatter, the output of an all-gather
+    dtype: str  # of the buffer, in HLO's spelling
+    num_ranks: int  # devices that take part in one
+    axes: tuple[str, ...] | None  # the mesh axes that they lie along; None where no mesh is known that says so
+    times: int  # how often in one call, with all iterations of the loops around it; at most, if it is in a branch
+    phase: str  # "forward", "backward" or "optimizer"
+    loops: tuple[Loop, ...]  # around it, the innermost last
+    is_hidden: bool  # whether the program computes between its start and its end
+    source: str  # file:line of the code that asked for it; empty if the program does not say
+    is_conditional: bool = False  # whether it is in a branch of a lax.cond, which may not run
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """All collectives of one call of a program; printed, it is a table.
+    """All collectives of one call of a program; printed, it is a table."""
 
-    Attributes:
-        found: In the order of the schedule; collectives of one device, which send nothing, are left out.
-        num_devices: That it was compiled for.
-        notes: What could not be read, in words.
-    """
-
+    # in the order of the schedule; collectives of one device, which send nothing, are left out
     found: tuple[Found, ...]
-    num_devices: int
-    notes: tuple[str, ...] = ()
+    num_devices: int  # that it was compiled for
+    notes: tuple[str, ...] = ()  # what could not be read, in words
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
@@ -106,8 +78,8 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        reductions = (one for one in self.found if one.kind in REDUCTIONS)
-        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
+        loops_of_reductions = ((one, [loop.kind for loop in one.loops]) for one in self.found if one.kind in REDUCTIONS)
+        return [one for one, kinds in loops_of_reductions if MICROBATCHES in kinds]
 
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
@@ -127,9 +99,7 @@ class Collectives:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
-def collectives(
-    program: Any, *args: Any, target: str | None = None, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
-) -> Collectives:
+def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: Any) -> Collectives:
     """Reads the collectives of one call of a program off what it compiles to.
 
     Args:
@@ -138,11 +108,7 @@ def collectives(
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
-        mesh: By whose axes groups of devices are named; that of the arguments or of a ``shard_map`` inside if None.
         **kwargs: The function's.
-
-    Returns:
-        The collectives.
 
     Raises:
         ValueError: If it is no program, there are arguments for one that takes none, the target is unknown, its
@@ -157,21 +123,21 @@ def collectives(
         >>> collectives(lambda x: x.sum(0), x).pairs
         [('all-reduce', 12)]
     """
+    mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
         jitted = program if hasattr(program, "lower") else jax.jit(program)
-        mesh = mesh or _mesh_of(jitted, args, kwargs)
+        mesh = _mesh_of(jitted, args, kwargs)
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
             compiled = targets.compile_jitted(targets.target(target), jitted, args, kwargs, mesh)
+    elif args or kwargs or target is not None:
+        raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        if args or kwargs or target is not None:
-            raise ValueError("args and target must be left out for a program that is lowered already")
-        compiled = _compiled(program)
+        compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
     schedule = read_schedule(compiled)
-    axes_of = functools.partial(_axes_of, mesh, schedule.num_devices)
     times: Counter[Found] = Counter()
-    for one in _read(schedule.operations, (), 1, axes_of):
+    for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
         times[one._replace(times=0)] += one.times
     found = tuple(one._replace(times=count) for one, count in times.items())
     # A text from elsewhere may not say how many there are.
@@ -179,16 +145,12 @@ def collectives(
     return Collectives(found, num_devices, schedule.notes)
 
 
-def _compiled(program: Any) -> Any:
-    """A program that is lowered, compiled, or written, as ``read_schedule`` takes it."""
-    if hasattr(program, "compile"):
-        return program.compile()
-    if isinstance(program, str) and program.lstrip().startswith("HloModule"):
-        return program.lstrip()
-    if hasattr(program, "as_text"):
-        return program
+def _text_of(program: Any) -> Any:
+    """A compiled program as it is; the text of a file."""
     if not isinstance(program, (str, os.PathLike)):
-        raise ValueError(f"program (={type(program).__name__}) must be a function, a compiled program, or HLO text")
+        return program
+    if str(program).lstrip().startswith("HloModule"):
+        return str(program).lstrip()
     try:
         return Path(program).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -205,22 +167,16 @@ def _read(
         if one.body:
             inside = (*loops, Loop(_kind_of(one), one.trips)) if one.is_loop else loops
             yield from _read(one.body, inside, times * one.trips, axes_of)
-        if one.starts is None or len(one.starts.group) == 1:
+        if (sent := one.starts) is None or len(sent.group) == 1:
             continue
         between = operations[place + 1 : done.get(one.name, place)]
+        # The name goes before the place: XLA pipelines some to places among operations of other phases.
+        phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
         is_hidden = any(other.total_work.flops for other in between)
         yield Found(
-            one.starts.kind, one.starts.num_bytes, one.starts.dtype, len(one.starts.group), axes_of(one.starts.group),
-            times, _phase_of(one), loops, is_hidden, one.starts.source, one.starts.is_conditional,
+            sent.kind, sent.num_bytes, sent.dtype, len(sent.group), axes_of(sent.group), times, phase, loops, is_hidden,
+            sent.source, sent.is_conditional,
         )  # fmt: skip
-
-
-def _phase_of(collective: Operation) -> str:
-    """By the name that JAX gave it, where that tells: XLA pipelines some to places among operations of other phases."""
-    assert collective.starts is not None
-    if "transpose(" in collective.starts.op_name:
-        return "backward"
-    return "forward" if "jvp(" in collective.starts.op_name else collective.phase
 
 
 def _kind_of(loop: Operation) -> str:
@@ -288,15 +244,9 @@ def loops_of(one: Found) -> str:
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
     times = f"up to {one.times:,}" if one.is_conditional else f"{one.times:,}"
+    path = Path(one.source)
+    line = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
     return (
         one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, times, one.phase,
-        loops_of(one), "yes" if one.is_hidden else "no", short_source(one),
+        loops_of(one), "yes" if one.is_hidden else "no", line or "?",
     )  # fmt: skip
-
-
-def short_source(one: Found) -> str:
-    """The line that asked for a collective, its file relative to the current folder where that holds it."""
-    path = Path(one.source)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    return "/".join(path.parts[-2:]) or "?"

@@ -3,7 +3,7 @@
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
 and imports nothing of this package: JAX starts here with the environment that the parent chose.
 
-    standard input     a pickled ``dict``: the request
+    standard input     a pickled ``dict``: the request, as ``targets.py`` makes it
     standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``; see ``_watch``
     argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
 """
@@ -21,16 +21,7 @@ from typing import Any
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compiles an exported program.
-
-    Args:
-        request: ``disabled_plugins``, ``topology`` (arguments of ``get_topology_desc``), ``exported`` (bytes),
-            ``axis_names``, ``shape``, ``donate_argnums`` (of the flat arguments), ``compiler_options``,
-            ``enable_x64``, ``text_folder`` (None, or where the TPU compiler writes the module, which is wanted alone).
-
-    Returns:
-        ``text`` and ``memory`` of the compiled program.
-    """
+    """Compiles an exported program; gives ``text`` and ``memory`` of the compiled one."""
     import jax
     from jax import export
     from jax.experimental import topologies
@@ -77,18 +68,15 @@ def _watch(folder: Path, answer: Any) -> None:
 
 def _main() -> None:
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    # Keeps the compilers' output out of the answer.
     answer_to, is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # keeps the compilers' output out of the answer
 
     def answer(kind: str, content: Any) -> None:
         said = pickle.dumps((kind, content))
         is_answered.acquire()  # once
-        try:
-            answer_to.write(said)
-            answer_to.flush()
-        finally:
-            os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+        answer_to.write(said)
+        answer_to.flush()
+        os._exit(0)  # the interpreter's shutdown of the plugins takes a second
 
     try:
         request = pickle.load(sys.stdin.buffer)

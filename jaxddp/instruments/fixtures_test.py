@@ -80,23 +80,6 @@ def test_buckets_start_during_the_backward_and_naive_starts_all_at_the_end(name)
     assert overlap.num_bytes == 28_992
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "most"),
-    [
-        ("gpu-naive-jax0.10", 21, 20), ("gpu-naive-jax0.11", 21, 21), ("gpu-naive-jax0.12", 21, 21),
-        ("gpu-bucketed-jax0.10", 6, 6), ("gpu-bucketed-jax0.11", 6, 1), ("gpu-bucketed-jax0.12", 6, 1),
-    ],
-)  # fmt: skip
-def test_how_many_are_in_flight_at_a_time(name, count, most):
-    schedule, running, found = schedule_of(name), set(), 0
-    for operation in schedule.operations:
-        if operation.starts and operation.starts.is_async and operation.starts.is_gradients:
-            running.add(operation.name)
-        running.discard(operation.waits_for)
-        found = max(found, len(running))
-    assert (len(schedule.gradient_collectives()), found) == (count, most)
-
-
 def matmul_flops(operations):
     return sum(sum(operation.total_work.matmul_flops.values()) for operation in operations)
 

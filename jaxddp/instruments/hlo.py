@@ -1,27 +1,23 @@
 """Parses the text of a compiled program: computations, instructions, shapes.
 
 XLA prints a compiled program (``Compiled.as_text()``, ``--xla_dump_to``) as an HLO module: computations, one of them
-the entry, each a list of instructions. In a scheduled module the order of the instructions is the order of execution.
+the entry, each a list of instructions, which in a scheduled module stand in the order of execution.
 
     %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
-
-The parser relies only on what versions and backends have in common, and does not interpret instructions.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..communication.buckets import dtype_bytes
-
-_T = TypeVar("_T")
 
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _NAME = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
@@ -55,22 +51,14 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a program.
+    """One line of a program."""
 
-    Attributes:
-        name: Unique within its computation.
-        opcode: Such as ``fusion`` or ``all-reduce-start``.
-        shape: Shape of the result, as printed; for a tuple, all parts.
-        literal: The text between the parentheses.
-        attributes: The text after them.
-    """
-
-    name: str
-    opcode: str
-    shape: str
+    name: str  # unique within its computation
+    opcode: str  # such as fusion or all-reduce-start
+    shape: str  # shape of the result, as printed; for a tuple, all parts
     operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    literal: str  # the text between the parentheses
+    attributes: str  # the text after them
     is_root: bool
 
     @property
@@ -112,19 +100,11 @@ class Instruction(NamedTuple):
     def config(self, key: str) -> str:
         """Returns a field of ``backend_config`` as printed, without quotes; empty if absent."""
         found = re.search(rf'"{re.escape(key)}":(?:"([^"]*)"|([\w.\-]+))', self.attributes)
-        return (found.group(1) or found.group(2) or "") if found else ""
+        return next(filter(None, found.groups()), "") if found else ""
 
 
 Computation = dict[str, Instruction]
 """Instructions by name, in the order in which they are printed."""
-
-
-class Frame(NamedTuple):
-    """A line of the code that made an instruction, and the number of the frame that called it."""
-
-    file: str
-    line: str
-    caller: int
 
 
 @dataclass(frozen=True)
@@ -134,21 +114,17 @@ class Module:
     header: str
     entry: str
     computations: dict[str, Computation]
-    frames: dict[int, Frame]
+    sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
 
     def source(self, instruction: Instruction) -> str:
-        """``file:line`` of the code that made an instruction, outside of libraries if it can be; empty if not said."""
+        """``file:line`` of the code that made an instruction; empty if not said."""
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
             return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        frame = innermost = self.frames.get(int(said[1])) if said else None
-        while frame is not None and _is_library(frame.file):
-            frame = self.frames.get(frame.caller)
-        frame = frame or innermost
-        return f"{frame.file}:{frame.line}" if frame else ""
+        return self.sources.get(int(said[1]), "") if said else ""
 
     def called(self, instruction: Instruction) -> Iterator[Computation]:
-        """Yields the computations that an instruction calls."""
+        """The computations that an instruction calls."""
         return (self.computations[name] for name in instruction.called)
 
     def within(self, instruction: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
@@ -163,34 +139,8 @@ class HLOError(ValueError):
     """A text is not a compiled program that can be read."""
 
 
-def one_line_errors(read: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """Decorates a reader of a compiled program: what it does not find in a damaged text is an ``HLOError`` as well."""
-
-    @functools.wraps(read)
-    def checked(compiled: Any) -> _T:
-        if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-            raise HLOError(
-                f"compiled (={type(compiled).__name__}) must be a compiled program, jax.jit(f).lower(...).compile(),"
-                " or its text"
-            )
-        try:
-            return read(compiled)
-        except HLOError:
-            raise
-        except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1].name
-            found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]}) in {where}"
-            raise HLOError(
-                f"the HLO module cannot be read: {found}; it is damaged, or of a compiler that prints it otherwise"
-            ) from error
-
-    return checked
-
-
 def parse_module(compiled: Any) -> Module:
-    r"""Parses a scheduled program.
-
-    ``compiled`` is a ``jax.stages.Compiled``, or the text of one.
+    r"""Parses a scheduled program: a ``jax.stages.Compiled``, or the text of one.
 
     Raises:
         ValueError: If the text is no HLO module, is not scheduled or is truncated.
@@ -232,36 +182,35 @@ def _parse(text: str) -> Module:
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
         raise HLOError(_CUT_OFF)
-    return Module(header, entry, computations, _frames(lines))
+    return Module(header, entry, computations, _sources(lines))
 
 
-def _frames(lines: Sequence[str]) -> dict[int, Frame]:
+def _sources(lines: Sequence[str]) -> dict[int, str]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
     tables: dict[str, dict[int, str]] = {}
-    rows: dict[int, str] = {}
-    for line in lines:
-        if _HEADER.match(line):
-            break
+    for line in itertools.takewhile(lambda line: not _HEADER.match(line), lines):
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             rows = tables[line] = {}
-        elif row := re.match(r'(\d+) [{"](.*)[}"]$', line):
+        elif tables and (row := re.match(r'(\d+) [{"](.*)[}"]$', line)):
             rows[int(row[1])] = row[2]
 
     def number(line: str, key: str) -> int:
         return int(line.partition(f"{key}=")[2].partition(" ")[0])
 
-    frames = {}
-    for name, said in tables.get("StackFrames", {}).items():
-        place = tables["FileLocations"][number(said, "file_location_id")]
-        file = tables["FileNames"][number(place, "file_name_id")]
-        frames[name] = Frame(file, str(number(place, "line")), number(said, "parent_frame_id"))
+    frames = tables.get("StackFrames", {})
+    places = {name: tables["FileLocations"][number(frame, "file_location_id")] for name, frame in frames.items()}
+    files = {name: tables["FileNames"][number(place, "file_name_id")] for name, place in places.items()}
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
-    shift = frames[1].caller if 1 in frames else 0
-    return {name: frame._replace(caller=frame.caller - shift) for name, frame in frames.items()}
+    shift = number(frames[1], "parent_frame_id") if 1 in frames else 0
 
+    def found(name: int) -> str:
+        one = name
+        while one in files and any(part in files[one] for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
+            one = min(one - 1, number(frames[one], "parent_frame_id") - shift)  # those that call stand before
+        one = one if one in files else name
+        return f"{files[one]}:{number(places[one], 'line')}"
 
-def _is_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith(_OWN_FOLDER)
+    return {name: found(name) for name in frames}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -294,16 +243,12 @@ def root_of(computation: Computation) -> Instruction:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    named = _NAME.match(line)
-    if not named:
+    if not (named := _NAME.match(line)):
         return None
     start = named.end()
     end = _closing(line, start) + 1 if line.startswith("(", start) else line.find(" ", start)
     opcode = _OPCODE.match(line, end)
-    if end <= 0 or not opcode:
-        return None
-    closing = _closing(line, opcode.end() - 1)
-    if closing < 0:
+    if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
     literal = line[opcode.end() : closing]
     operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(_operand_names(literal))
@@ -317,18 +262,16 @@ def _operand_names(literal: str) -> list[str]:
     if "%" in literal:
         return re.findall(r"%([\w.\-]+)", literal)
     # Without percent signs, perhaps with shapes: the name is the last word.
-    return [operand.split()[-1] for operand in _split(literal)]
+    return [operand.split()[-1] for operand in _split(literal) if operand]
 
 
 def _split(listed: str) -> Iterator[str]:
     """Splits at commas outside brackets; drops ``/*index=5*/`` comments."""
-    listed = _COMMENT.sub("", listed)
-    depth, start = 0, 0
+    depth, start, listed = 0, 0, _COMMENT.sub("", listed)
     for index, char in enumerate(listed + ","):
         depth += (char in _OPEN) - (char in _CLOSE)
         if char == "," and depth == 0:
-            if part := listed[start:index].strip():
-                yield part
+            yield listed[start:index].strip()
             start = index + 1
 
 

@@ -1,8 +1,4 @@
-"""Training steps compiled for machines that are not here, read back and simulated.
-
-Each strategy's schedule is simulated with the chip's measured rates, or its published peaks, and a given network, and
-compared with its plan and with a bound that no schedule can beat.
-"""
+"""Training steps compiled for machines that are not here, read back, simulated, and held against plan and bound."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
@@ -35,32 +31,22 @@ from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 
 AUTO = "auto"
 LEARNING_RATE = 1e-3
-# Excess of compute over the step without communication above which a note is added.
-COMPUTE_TOLERANCE = 0.02
+_COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """One strategy's step on a target.
-
-    Attributes:
-        strategy: Its name; for a dump, the file's name.
-        planned: ``(kind, bytes)`` in the order of the plan.
-        bound: Lower bound of the step time; None for a dump, whose model is unknown.
-        memory: Bytes of each device, by component; None for a dump.
-        is_held_as_planned: Whether the program's parameters and optimizer state have these bytes.
-    """
+    """One strategy's step on a target."""
 
     strategy: str
     target: targets.Target
     network: Network
-    planned: list[tuple[str, int]]
+    planned: list[tuple[str, int]]  # (kind, bytes) in the order of the plan
     schedule: Schedule
     simulation: Simulation
-    bound: Bound | None
-    memory: dict[str, int] | None
-    text: str
-    is_held_as_planned: bool = True
+    bound: Bound  # lower bound of the step time
+    memory: dict[str, int]  # bytes of each device, by component
+    is_held_as_planned: bool = True  # whether the program's parameters and optimizer state have these bytes
 
     @property
     def title(self) -> str:
@@ -84,27 +70,14 @@ class Inspection:
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     @property
-    def gb_per_s(self) -> float:
-        """10^9 bytes per second that a rank can send, to other hosts if there are several."""
-        return self.network.host_gb_per_s or self.network.gb_per_s
-
-    @property
     def compiled(self) -> list[tuple[str, int]]:
         """Sorted ``(kind, bytes)`` of the compiled gradient collectives."""
         return self.schedule.gradient_collectives()
 
     @property
-    def sent_bytes(self) -> tuple[float, float]:
-        """Bytes that a rank sends in the gradient collectives: to ranks of its own host, and to other hosts."""
-        sent = [each.sent_bytes(self.network) for each in self.schedule.collectives() if each.is_gradients]
-        return sum(within for within, _ in sent), sum(between for _, between in sent)
-
-    @property
     def as_planned(self) -> bool | None:
         """Whether compiled collectives and state are the planned ones; None if nothing was planned."""
-        if self.bound is None or self.strategy == AUTO:
-            return None
-        return sorted(self.planned) == self.compiled and self.is_held_as_planned
+        return None if self.strategy == AUTO else sorted(self.planned) == self.compiled and self.is_held_as_planned
 
     @property
     def notes(self) -> list[str]:
@@ -113,51 +86,26 @@ class Inspection:
         if self.as_planned is False:
             what = "collectives" if self.is_held_as_planned else "bytes of parameters or optimizer state"
             notes.append(f"compiled to other {what} than planned")
-        if self.num_devices_compiled_for != self.target.num_devices:
-            notes.append(
-                f"compiled for {self.num_devices_compiled_for} devices, not for the {self.target.num_devices} of "
-                f"{self.target.spec}: its collectives are simulated among those"
-            )
         sent = [each for each in self.schedule.collectives() if not each.is_metrics]
         groups = {(each.kind, each.num_bytes, each.group) for each in sent}
         notes += sorted({why for one in groups if (why := self.network.assumed(*one))})
-        if self.memory is not None and self.memory["peak"] > self.target.chip.pool_bytes:
+        if self.memory["peak"] > self.target.chip.pool_bytes:
             pool = f"the {self.target.chip.pool_bytes / 1e9:.1f} GB that JAX takes of a GPU by default"
             notes.append(f"needs more than {pool}: set XLA_PYTHON_CLIENT_MEM_FRACTION")
-        if self.bound is not None and self.simulation.compute_s > self.bound.compute_s * (1 + COMPUTE_TOLERANCE):
-            excess = self.simulation.compute_s / self.bound.compute_s - 1
+        if (excess := self.simulation.compute_s / self.bound.compute_s - 1) > _COMPUTE_TOLERANCE:
             notes.append(f"computes {excess:.1%} longer than the same step without communication")
         return notes
 
-    @property
-    def num_devices_compiled_for(self) -> int:
-        """Number of devices that the program refers to."""
-        groups = [collective.group for collective in self.schedule.collectives()]
-        return max([self.schedule.num_devices, *(max(group) + 1 for group in groups)])
-
 
 class Training(NamedTuple):
-    """A training run by its shapes.
+    """A training run by its shapes."""
 
-    Attributes:
-        loss_fn: As ``Trainer`` takes it.
-        params: A tree of arrays or ``jax.ShapeDtypeStruct``.
-        batch: The global batch; the same.
-        options: Others of ``Trainer``.
-        model_state: The same as ``params``, with ``has_state``.
-    """
-
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any]  # as Trainer takes it
     optimizer: optax.GradientTransformation
-    params: Any
-    batch: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    model_state: Any = None
-
-    def shapes(self) -> Training:
-        """The same by shapes alone."""
-        params, batch, model_state = map(shapes_of, (self.params, self.batch, self.model_state))
-        return self._replace(params=params, batch=batch, model_state=model_state)
+    params: Any  # a tree of arrays or jax.ShapeDtypeStruct
+    batch: Any  # the global batch; the same
+    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer
+    model_state: Any = None  # the same as params, with has_state
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
@@ -178,7 +126,6 @@ def inspect(
     bucket_mb: float | None = None,
     network: Network | None = None,
     peaks: bool = False,
-    replicas: int = 1,
     model_state: Any = None,
     **options: Any,
 ) -> list[Inspection]:
@@ -195,8 +142,6 @@ def inspect(
         bucket_mb: Bucket cap in MiB of the strategies that take one.
         network: How fast ranks send; that of ``planning.machine.network_of`` if None.
         peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
-        replicas: As for ``data_mesh``: strategies that shard are also compiled as ``"NAME hybrid"``, sharded within so
-            many groups and summed across.
         model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
@@ -204,14 +149,13 @@ def inspect(
         For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
 
     Raises:
-        ValueError: If a strategy or the target is unknown, ``bucket_mb`` or ``replicas`` applies to none of them,
-            ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
+        ValueError: If a strategy or the target is unknown, ``bucket_mb`` applies to none of them, ``"auto"`` comes
+            with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
     training = Training(loss_fn, optimizer, params, batch, options, model_state)
-    network = network or network_of(machine)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
-    return inspect_steps(strategies, training, machine, network, bucket_mb=bucket_mb, replicas=replicas)
+    return inspect_steps(strategies, training, machine, network or network_of(machine), bucket_mb=bucket_mb)
 
 
 def inspect_steps(
@@ -221,24 +165,22 @@ def inspect_steps(
     network: Network,
     *,
     bucket_mb: float | None = None,
-    replicas: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Inspection]:
     """Does the work of ``inspect``; ``say`` shows progress."""
-    training = training.shapes()
-    loss_fn, optimizer, params, batch, options, model_state = training
     given = _checked(strategies, training, network, bucket_mb)
+    loss_fn, optimizer, *_, options, _ = training
+    params, batch, model_state = map(shapes_of, (training.params, training.batch, training.model_state))
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(target.spec), **options)
     state = whole.abstract_state(params, model_state)
     trainers = {
         name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb)) for name, one in given.items()
     }
-    if replicas != 1:
-        trainers |= _hybrids(trainers, training, targets.mesh(target.spec, replicas=replicas))
     states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
-    held = {name: held_bytes(trainer.layout(states[name])) for name, trainer in trainers.items()}
+    layouts = {name: trainer.layout(states[name]) for name, trainer in trainers.items()}
+    held = {name: held_bytes(layout) for name, layout in layouts.items()}
     for one in held.values():  # before anything is compiled
-        _check_fits("parameters and optimizer state alone need", one.state, target, target.chip.memory_bytes)
+        _check_fits("parameters and optimizer state alone need", one.state, target)
     say(f"compiling {len(trainers) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {
@@ -250,39 +192,25 @@ def inspect_steps(
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
-    alone = read_schedule(pending_alone.result())
-    bound = lower_bound(alone, target.chip, network, least, target.num_devices)
+    bound = lower_bound(read_schedule(pending_alone.result()), target.chip, network, least, target.num_devices)
     found = []
     for name in trainers:
         program = pending[name].result()
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
-        _check_fits(f"a step of {name} needs", memory["peak"], target, memory["available"])
+        _check_fits(f"a step of {name} needs", memory["peak"], target)
+        simulation = simulate(schedule, target.chip, network)
         is_held = name == AUTO or _is_held(program, states[name], held[name])
-        parts = planned[name], schedule, simulate(schedule, target.chip, network), bound, memory, program.as_text()
-        found.append(Inspection(name, target, network, *parts, is_held))
+        found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, is_held))
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
-    same = [each for each in found if not _shards(trainers[each.strategy], params, model_state)]
-    least_s = min([bound.compute_s, *(inspection.simulation.compute_s for inspection in same)])
-    return [replace(inspection, bound=replace(bound, compute_s=least_s)) for inspection in found]
+    same = [each for each in found if not (layouts[each.strategy].cuts or layouts[each.strategy].owners)]
+    least_s = min([bound.compute_s, *(each.simulation.compute_s for each in same)])
+    return [replace(each, bound=replace(bound, compute_s=least_s)) for each in found]
 
 
-def _hybrids(trainers: Mapping[str, Trainer], training: Training, mesh: AbstractMesh) -> dict[str, Trainer]:
-    """The strategies that shard, within groups of the mesh."""
-    sharded = {name: one for name, one in trainers.items() if _shards(one, training.params, training.model_state)}
-    if not sharded:
-        raise ValueError(f"replicas must come with a strategy that shards, not {next(iter(trainers))!r}")
-    return {f"{name} hybrid": one.with_strategy(one.strategy, mesh) for name, one in sharded.items()}
-
-
-def _shards(trainer: Trainer, params: Any, model_state: Any) -> bool:
-    layout = trainer.layout(trainer.abstract_state(params, model_state))
-    return bool(layout.cuts) or layout.owners is not None
-
-
-def _check_fits(what: str, needed: int, target: targets.Target, available: int) -> None:
-    if needed > available:
+def _check_fits(what: str, needed: int, target: targets.Target) -> None:
+    if needed > (available := target.chip.memory_bytes):
         raise ValueError(
             f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
             f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
@@ -294,39 +222,23 @@ def _checked(
 ) -> dict[str, str | Strategy]:
     """Checks what is asked for; gives the strategies by the names that they have in tables."""
     check_kind("network", network, Network, "a jaxddp.Network")
-    for name, tree in (("params", training.params), ("batch", training.batch), ("model_state", training.model_state)):
-        check_leaves(name, named_leaves(tree))
+    for name in ("params", "batch", "model_state"):
+        check_leaves(name, named_leaves(getattr(training, name)))
     check_kind("strategies", strategies, Sequence, "names or strategies")
+    given: dict[str, str | Strategy] = {}
     for one in strategies:
         check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
-    given, names = {name_of(one): one for one in strategies}, [*map(name_of, strategies)]
-    if any(given[name] != one for name, one in zip(names, strategies, strict=True)):
-        raise ValueError(f"strategies (={', '.join(names)}) must have different names")
-    for name, one in given.items():
-        if isinstance(one, str) and name != AUTO and name not in STRATEGIES:
+        name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
+        if given.setdefault(name, one) != one:
+            raise ValueError(f"strategies (={name}, twice) must have different names")
+        if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
     if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
-        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {names[0]!r}")
+        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {next(iter(given))!r}")
     if AUTO in given and training.options:
         raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(training.options))}")
     return given
-
-
-def inspect_dump(name: str, text: str, target: targets.Target, network: Network) -> Inspection:
-    """Reads and simulates a scheduled program that was compiled elsewhere.
-
-    Raises:
-        ValueError: If the text is no scheduled HLO module.
-    """
-    schedule = read_schedule(text)
-    simulation = simulate(schedule, target.chip, network)
-    return Inspection(name, target, network, [], schedule, simulation, None, None, text)
-
-
-def name_of(strategy: str | Strategy) -> str:
-    """Gives the name that a strategy has in tables."""
-    return strategy if isinstance(strategy, str) else f"{strategy.name} {strategy.variant}".rstrip()
 
 
 def _make(name: str | Strategy, bucket_mb: float | None) -> Strategy:
@@ -339,7 +251,7 @@ def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: Tra
     mesh = targets.mesh(target.spec)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     return targets.start_compile_for_target(
-        target, auto_step(loss_fn, optimizer), (state, batch),
+        auto_step(loss_fn, optimizer), (state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
 

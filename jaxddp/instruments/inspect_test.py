@@ -9,7 +9,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.instruments.inspect import inspect_steps, transformer_training
-from jaxddp.instruments.targets import MemoryStats, TargetProgram
+from jaxddp.instruments.targets import TargetProgram
 from jaxddp.instruments.testdata import load_fixture
 from jaxddp.models import SIZES, TransformerConfig
 from jaxddp.network import Network
@@ -32,18 +32,6 @@ def test_strategies_with_options_stand_beside_names():
     naive, zero1 = inspect_steps(["naive", jaxddp.zero1(shard="leaves")], training, targets.target("h100:8"), NETWORK)
     assert zero1.strategy == "zero1 by leaves" and zero1.as_planned
     assert zero1.memory["optimizer_state"] < naive.memory["optimizer_state"] / 2
-
-
-@pytest.mark.full
-def test_hybrid_sharding_stands_beside_plain_and_sends_less_to_other_hosts():
-    config = TransformerConfig(vocab=128, context=16, width=64, num_layers=2, num_heads=2, hidden=128)
-    plain, hybrid = inspect_steps(["zero3"], transformer_training(config, 4 * 16), TARGET, NETWORK, replicas=2)
-    assert (plain.strategy, hybrid.strategy) == ("zero3", "zero3 hybrid")
-    assert plain.as_planned and hybrid.as_planned
-    assert plain.memory["optimizer_state"] < hybrid.memory["optimizer_state"] < 2.1 * plain.memory["optimizer_state"]
-    gathered = [each for each in hybrid.schedule.collectives() if each.kind == "all-gather"]
-    assert gathered and {each.group for each in gathered} == {tuple(range(8))}
-    assert hybrid.sent_bytes[1] < 0.9 * plain.sent_bytes[1]  # layers are gathered twice, within a host
 
 
 def test_memory_is_what_a_hand_computes(found):
@@ -89,7 +77,7 @@ def test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_paramet
 
 def test_what_a_reader_must_know_is_noted(found):
     bucketed, auto = found
-    assert bucketed.num_devices_compiled_for == 16 and bucketed.as_planned is True and auto.as_planned is None
+    assert bucketed.as_planned is True and auto.as_planned is None
     assert set(bucketed.product_dtypes) == {"tf32"} and "in tf32" in bucketed.title
     said = "the 60.0 GB that JAX takes of a GPU by default"
     assert not any(said in note for note in bucketed.notes)
@@ -109,7 +97,10 @@ def compiles_to(monkeypatch):
     """Sets how much memory every program takes that is compiled."""
 
     def needs(peak_bytes):
-        program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), MemoryStats(0, 0, 0, peak_bytes, 0, 0))
+        names = "argument", "output", "alias", "temp"
+        sizes = dict.fromkeys((f"{name}_size_in_bytes" for name in names), 0) | {"temp_size_in_bytes": peak_bytes}
+        memory = SimpleNamespace(**sizes)
+        program = TargetProgram(TARGET, load_fixture("gpu-naive-jax0.10"), memory)
         for name in ("start_compile_without_communication", "start_compile"):
             monkeypatch.setattr(targets, name, lambda *args: SimpleNamespace(result=lambda: program))
 
@@ -145,10 +136,9 @@ def test_frozen_parameters_have_no_optimizer_state(compiles_to):
 @pytest.mark.parametrize(
     ("strategies", "options", "message"),
     [
-        (["zero1", jaxddp.zero1(3)], {}, r"strategies \(=zero1, zero1\) must have different names"),
+        (["zero1", jaxddp.zero1(3)], {}, r"strategies \(=zero1, twice\) must have different names"),
         (["fast"], {}, "unknown strategy 'fast': one of auto, naive, "),
         (["naive"], {"bucket_mb": 3}, r"bucket_mb \(=3\) must come with one of .*zero2, not 'naive'"),
-        (["naive"], {"replicas": 2}, "replicas must come with a strategy that shards, not 'naive'"),
         (["auto"], {}, "strategy 'auto' must come without options of Trainer, not num_microbatches"),
     ],
 )

@@ -1,8 +1,6 @@
 """Memory of each device by component: of a training state, by its layout, and of a compiled step.
 
-The **layout** of a state gives the bytes of every leaf on a device. The **compiled step** takes the state as arguments,
-with the same bytes, and needs temporaries beside them, as the compiler laid them out. The **allocator** of a device
-reports what is in use, for whatever purpose.
+The compiled step takes the state as arguments, with the bytes of its layout, and needs temporaries beside them.
 """
 
 from __future__ import annotations
@@ -18,23 +16,14 @@ from .hlo import parse_module
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-        parameters: Parameters as the loss takes them: this device's shards, or copies in a compute dtype.
-        optimizer_state: Optimizer state, with its counters, the masters of such copies, and a moving average.
-        others: Step number, RNG key, and model state.
-        batch: This device's examples.
-        padding: What the compiler's layout adds to arguments, such as a TPU's tiles.
-        temporaries: What lives within a step, as the compiler laid it out.
-    """
-
-    parameters: int = 0
-    optimizer_state: int = 0
-    others: int = 0
-    batch: int = 0
-    padding: int = 0
-    temporaries: int = 0
+    parameters: int = 0  # parameters as the loss takes them: this device's shards, or copies in a compute dtype
+    optimizer_state: int = 0  # optimizer state, with its counters, the masters of such copies, and a moving average
+    others: int = 0  # step number, RNG key, and model state
+    batch: int = 0  # this device's examples
+    padding: int = 0  # what the compiler's layout adds to arguments, such as a TPU's tiles
+    temporaries: int = 0  # what lives within a step, as the compiler laid it out
 
     @property
     def state(self) -> int:
@@ -59,16 +48,12 @@ def held_bytes(layout: Layout) -> DeviceBytes:
         >>> held_bytes(trainer.layout(state))[:2]  # 10 floats in full; 3 of 12 of each moment, and a counter
         (40, 28)
     """
-    params, opt_state = (
-        sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in (layout.params, layout.opt_state)
-    )
-    return DeviceBytes(parameters=params, optimizer_state=opt_state)
+    trees = layout.params, layout.opt_state
+    return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
 
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
-    """Reads the memory of a compiled step on each device.
-
-    ``compiled`` is from ``Trainer.compile``, for devices or for a target, and ``state`` what it was compiled for.
+    """Reads the memory of a step from ``Trainer.compile``, compiled for ``state``, on each device.
 
     Raises:
         ValueError: If the program takes fewer arguments than the state has leaves.

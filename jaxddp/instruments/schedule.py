@@ -1,8 +1,8 @@
 """Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
 A scheduled program lists its operations in the order in which they are issued. A collective is issued by a start and
-waited for by a done, or both at once if it is synchronous. It counts as in flight during the backward if backward
-arithmetic stands between its start and its done. Each operation belongs to a phase:
+waited for by a done, or both at once if it is synchronous; it is in flight during the backward if backward arithmetic
+stands between them. Each operation belongs to a phase:
 
     optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
     backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction
@@ -15,18 +15,19 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
-from .hlo import Computation, HLOError, Instruction, Module, one_line_errors, parse_module
+from .hlo import Computation, HLOError, Instruction, Module, parse_module
 from .work import Work, WorkCounter, trip_count
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
-    "ragged-all-to-all", "send", "recv",
+    "ragged-all-to-all",
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 PHASES = ("forward", "backward", "optimizer")
@@ -35,43 +36,24 @@ _MOST_DEVICES = 2**20
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        kind: One of ``COLLECTIVE_KINDS``.
-        num_bytes: Bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather.
-        group: Devices of the first group that takes part; of a permutation, all that send or receive.
-        is_async: Whether it has a start and a done, and is not marked synchronous.
-        kernel: The backend's name for its implementation; empty if not printed.
-        pairs: Who sends to whom in a permutation, or a send; empty for others.
-        dtype: Of the buffer, in HLO's spelling; of several the first.
-        source: ``file:line`` of the code that asked for it; empty if not printed.
-        is_conditional: Whether it is in a branch, which may not run.
-    """
-
-    kind: str
-    num_bytes: int
+    kind: str  # one of COLLECTIVE_KINDS
+    num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
+    # devices of the first group that takes part; of a permutation, all that send or receive
     group: tuple[int, ...] = ()
-    is_async: bool = False
-    kernel: str = ""
+    is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
+    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
-    pairs: tuple[tuple[int, int], ...] = ()
-    dtype: str = ""
-    source: str = ""
-    is_conditional: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
+    dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
+    source: str = ""  # file:line of the code that asked for it; empty if not printed
+    is_conditional: bool = False  # whether it is in a branch, which may not run
 
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
-        return max((network.seconds(self.kind, self.num_bytes, group) for group in self._groups), default=0.0)
-
-    def sent_bytes(self, network: Network) -> tuple[float, float]:
-        """Bytes that a rank sends at most: to ranks of its own host, and to other hosts."""
-        sent = [network.sent_bytes(self.kind, self.num_bytes, group) for group in self._groups]
-        return max((within for within, _ in sent), default=0.0), max((between for _, between in sent), default=0.0)
-
-    @property
-    def _groups(self) -> list[tuple[int, ...]]:
-        return [pair for pair in self.pairs if pair[0] != pair[1]] if self.pairs else [self.group]
+        groups = [pair for pair in self.pairs if pair[0] != pair[1]] if self.pairs else [self.group]
+        return max((network.seconds(self.kind, self.num_bytes, group) for group in groups), default=0.0)
 
     @property
     def is_metrics(self) -> bool:
@@ -85,10 +67,9 @@ class Collective:
 
     @property
     def is_gradients(self) -> bool:
-        """Whether it is the strategy's: not of metrics or the model's state, nor one that the loss function calls.
+        """Whether it is the strategy's, not of metrics, model state, the loss function or axes that are not of ranks.
 
-        Nor one that XLA adds along axes that are not of ranks, nor one of a single device, which sends nothing and
-        which XLA leaves where ``check_vma`` asks for it.
+        One of a single device sends nothing; XLA leaves it where ``check_vma`` asks for it.
         """
         if len(self.group) == 1:
             return False
@@ -98,27 +79,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Operation:
-    """One instruction of a schedule.
-
-    Attributes:
-        phase: One of ``PHASES``.
-        work: Its cost on the device; nothing for collectives.
-        starts: The collective that it issues, if any.
-        waits_for: Name of the operation whose collective it waits for: its own if the collective is synchronous;
-            empty if it does not wait.
-        body: Operations of a loop or call that communicates.
-        trips: Number of iterations of the body.
-        is_loop: Whether the body is a loop's.
-    """
+    """One instruction of a schedule."""
 
     name: str
-    phase: str = "forward"
-    work: Work = field(default_factory=Work)
-    starts: Collective | None = None
+    phase: str = "forward"  # one of PHASES
+    work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
+    starts: Collective | None = None  # the collective that it issues, if any
+    # name of the operation whose collective it waits for: its own if the collective is synchronous; empty if it does
+    # not wait
     waits_for: str = ""
-    body: tuple[Operation, ...] = ()
-    trips: int = 1
-    is_loop: bool = False
+    body: tuple[Operation, ...] = ()  # operations of a loop or call that communicates
+    trips: int = 1  # number of iterations of the body
+    is_loop: bool = False  # whether the body is a loop's
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
@@ -130,37 +102,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a step's gradient collectives overlap its backward.
+    """How a step's gradient collectives overlap its backward."""
 
-    Attributes:
-        first_start_fraction: Share of the backward's FLOPs issued before the first gradient collective starts; None
-            without one.
-        bytes_in_flight: Bytes of collectives with backward arithmetic between start and done.
-        bytes_started_after_backward: Bytes of collectives that start after the backward's last arithmetic.
-        num_bytes: Bytes of all gradient collectives.
-    """
-
+    # share of the backward's FLOPs issued before the first gradient collective starts; None without one
     first_start_fraction: float | None
-    bytes_in_flight: int
-    bytes_started_after_backward: int
-    num_bytes: int
+    bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
+    bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
+    num_bytes: int  # bytes of all gradient collectives
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A compiled step.
+    """A compiled step."""
 
-    Attributes:
-        operations: In the order in which they are issued.
-        num_devices: Devices that it was compiled for.
-        notes: What could not be read, in words.
-        memory: Of one device, as ``Compiled.memory_analysis()`` gives it; None if only the text was given.
-    """
-
-    operations: tuple[Operation, ...]
-    num_devices: int = 1
-    notes: tuple[str, ...] = ()
-    memory: Any = None
+    operations: tuple[Operation, ...]  # in the order in which they are issued
+    num_devices: int = 1  # devices that it was compiled for
+    notes: tuple[str, ...] = ()  # what could not be read, in words
+    memory: Any = None  # of one device, as Compiled.memory_analysis() gives it; None if only the text was given
 
     def collectives(self) -> list[Collective]:
         """All collectives in schedule order; those of a loop once per iteration."""
@@ -171,7 +129,7 @@ class Schedule:
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
     def gradient_groups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Sorted ``(kind, bytes, devices of the first group)`` of the strategy's collectives."""
+        """Sorted ``(kind, bytes, devices of the first group)`` of the same."""
         return sorted((c.kind, c.num_bytes, c.group) for c in self.collectives() if c.is_gradients)
 
     def work(self) -> Work:
@@ -190,32 +148,36 @@ class Schedule:
         issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
         end = self.backward_end()
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        of_operations = [
-            (place, op, Schedule((op,)).gradient_collectives()) for place, op in enumerate(self.operations)
-        ]
-        starts = [(place, op, found) for place, op, found in of_operations if found]
-        late = in_flight = total = 0
-        for place, op, found in starts:
-            num_bytes = sum(size for _, size in found)
-            total += num_bytes
-            late += num_bytes if place >= end else 0
-            in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
-        first = float(issued[starts[0][0]] / issued[-1]) if starts and issued[-1] else None
-        return Overlap(first, in_flight, late, total)
+        first, late, in_flight, total = None, 0, 0, 0
+        for place, op in enumerate(self.operations):
+            if found := Schedule((op,)).gradient_collectives():
+                num_bytes = sum(size for _, size in found)
+                total += num_bytes
+                late += num_bytes if place >= end else 0
+                in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
+                first = issued[place] if first is None else first
+        fraction = float(first / issued[-1]) if first is not None and issued[-1] else None
+        return Overlap(fraction, in_flight, late, total)
 
 
-@one_line_errors
 def read_schedule(compiled: Any) -> Schedule:
-    """Reads a compiled program.
-
-    ``compiled`` is a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
+    """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
     Raises:
-        HLOError: A ValueError, if the text is not a scheduled HLO module, or is damaged.
+        HLOError: A ValueError of one line, if the text is not a scheduled HLO module, or is damaged.
     """
-    module = parse_module(compiled)
-    reader = OperationReader(module)
-    operations = reader.read(module.computations[module.entry])
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
+        raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
+    try:
+        module = parse_module(compiled)
+        reader = _Reader(module)
+        operations = reader.read(module.computations[module.entry])
+    except HLOError:
+        raise
+    except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
+        found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
+        raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
 
@@ -225,7 +187,7 @@ def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
     return read_schedule(compiled).gradient_collectives()
 
 
-class OperationReader:
+class _Reader:
     """Converts instructions of a module to operations."""
 
     def __init__(self, module: Module) -> None:
@@ -235,7 +197,7 @@ class OperationReader:
         self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
 
     def read(self, computation: Computation) -> tuple[Operation, ...]:
-        """Returns the operations of a computation in schedule order."""
+        """The operations of a computation in schedule order."""
         collectives = {name: self._collective(inner, computation) for name, inner in computation.items()}
         phases = self._phases(computation, collectives)
         return tuple(
@@ -246,72 +208,54 @@ class OperationReader:
         self, instruction: Instruction, computation: Computation, phase: str, collective: Collective | None
     ) -> Operation:
         name, opcode = instruction.name, instruction.opcode
-        common: dict[str, Any] = {
-            "name": name, "phase": phase, "op_name": instruction.op_name, "operands": instruction.operands,
-        }  # fmt: skip
-        if opcode in ("while", "call") and any(
-            _kind(inner) for inner, _ in self.module.within(instruction, computation)
-        ):
+        make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
+        within = self.module.within(instruction, computation)
+        if opcode in ("while", "call") and any(_kind(inner) for inner, _ in within):
             trips = trip_count(self.module, instruction) if opcode == "while" else 1
             if trips is None:
                 self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")
-            bodies = [self.read(called) for called in self.module.called(instruction)]
-            return Operation(
-                **common, body=sum(bodies, ()), trips=1 if trips is None else trips, is_loop=opcode == "while"
-            )
+            body = sum((self.read(called) for called in self.module.called(instruction)), ())
+            return make(body=body, trips=1 if trips is None else trips, is_loop=opcode == "while")
         if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
-            return Operation(**common, waits_for=start)
+            return make(waits_for=start)
         work = self.counter.of(instruction, computation)
-        if collective is None:
-            return Operation(**common, work=work)
-        started_only = opcode.endswith("-start") or opcode in ("send", "recv")
-        return Operation(**common, work=work, starts=collective, waits_for="" if started_only else name)
+        return make(
+            work=work, starts=collective, waits_for=name if collective and not opcode.endswith("-start") else ""
+        )
 
     def _started_by(self, done: Instruction, computation: Computation) -> str:
         """Name of the collective's start that a done waits for; empty if it waits for something else."""
         start = computation.get(done.operands[0]) if done.operands else None
         while start is not None and start.opcode.endswith("-update"):
             start = computation.get(start.operands[0])
-        if start is not None and (sender := self._sender(start, computation)):
-            return sender
         return start.name if start is not None and self._collective(start, computation) else ""
-
-    @staticmethod
-    def _sender(recv: Instruction, computation: Computation) -> str:
-        """Name of the send over the same channel: what a recv receives on this rank, another sends meanwhile."""
-        if recv.opcode != "recv" or not (channel := recv.attribute("channel_id")):
-            return ""
-        sends = (one for one in computation.values() if one.opcode == "send")
-        return next((one.name for one in sends if one.attribute("channel_id") == channel), "")
 
     def _collective(self, instruction: Instruction, computation: Computation) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
-        if instruction.attribute("is_host_transfer") == "true":
-            self.counter.note(f"{instruction.opcode} {instruction.name}: to or from the host, its time is not counted")
+        if instruction.opcode in ("send", "recv"):
+            self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
             return None
-        if self._sender(instruction, computation):
-            return None  # timed as the send
-        inner, where = instruction, computation
-        if not _kind(instruction):
-            within = self.module.within(instruction, computation)
-            found = [(other, called) for other, called in within if _kind(other)]
-            if not found:
-                return None
-            if len(found) > 1:
-                named = f"{instruction.opcode} {instruction.name}"
-                self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
-            inner, where = found[0]
+        within = self.module.within(instruction, computation)
+        found = [(inner, where) for inner, where in within if _kind(inner)]
+        if not found:
+            return None
+        if len(found) > 1 and not _kind(instruction):
+            named = f"{instruction.opcode} {instruction.name}"
+            self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
+        inner, where = found[0]
         kind = _kind(inner)
-        is_async = instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true"
         origins = [inner, *_origins(instruction, computation)]
         return Collective(
-            kind, _full_bytes(kind, inner, where), self._group(inner), is_async,
-            _kernel(inner, instruction),
-            next((one.op_name for one in origins if one.op_name), ""), _pairs(inner),
-            inner.arrays[0].dtype if inner.arrays else "",
-            next(filter(None, map(self.module.source, origins)), ""), instruction.opcode == "conditional",
+            kind, _full_bytes(kind, inner, where), self._group(inner),
+            is_async=instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true",
+            kernel=_kernel(inner, instruction),
+            op_name=next((one.op_name for one in origins if one.op_name), ""),
+            pairs=_pairs(inner),
+            dtype=inner.arrays[0].dtype if inner.arrays else "",
+            source=next(filter(None, map(self.module.source, origins)), ""),
+            is_conditional=instruction.opcode == "conditional",
         )  # fmt: skip
 
     def _group(self, instruction: Instruction) -> tuple[int, ...]:
@@ -320,28 +264,24 @@ class OperationReader:
             axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
             sizes = [int(size) for size in axes.values()]
             chosen = [list(axes).index(axis) for axis in re.findall(r"'([^']+)'", mesh.group(2))]
-            ids = _devices(sizes)
             others = [dim for dim in range(len(sizes)) if dim not in chosen]
             count = math.prod(sizes[dim] for dim in chosen)
-            return tuple(int(device) for device in ids.transpose(others + chosen).reshape(-1, count)[0])
+            return tuple(_devices(sizes).transpose(others + chosen).reshape(-1, count)[0].tolist())
         if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
             dims = [int(dim) for dim in iota.group(3).split(",")]
-            order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else list(range(len(dims)))
-            ids = _devices(dims).transpose(order).reshape(-1, int(iota.group(2)))
-            return tuple(int(device) for device in ids[0])
+            order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else range(len(dims))
+            return tuple(_devices(dims).transpose(*order).reshape(-1, int(iota.group(2)))[0].tolist())
         if listed := re.match(r"\{\{([\d,]+)\}", printed):
             return tuple(int(device) for device in listed.group(1).split(","))
         if pairs := _pairs(instruction):
             return tuple(sorted({device for pair in pairs for device in pair}))
-        if instruction.opcode in ("send", "recv"):
-            self.counter.note(f"{instruction.opcode} {instruction.name}: its devices are not named, all are assumed")
         if printed and not printed.startswith("{}"):
             self.counter.note(f"collective {instruction.name}: group not understood, all devices are assumed")
         return tuple(range(self.num_devices))
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
-        scopes |= {name: phase for name, c in collectives.items() if c and (phase := _phase_of_scope(c.op_name))}
+        scopes |= {name: phase for name, c in collectives.items() if c and (phase := phase_of_name(c.op_name))}
         gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
         for name, inner in reversed(computation.items()):
@@ -350,14 +290,10 @@ class OperationReader:
         after_backward: set[str] = set()
         phases = {}
         for name, inner in computation.items():
-            if scopes[name] == "backward" or any(operand in after_backward for operand in inner.operands):
+            if scopes[name] == "backward" or not after_backward.isdisjoint(inner.operands):
                 after_backward.add(name)
-            if scopes[name]:
-                phases[name] = scopes[name]
-            elif name not in after_backward:
-                phases[name] = "forward"
-            else:
-                phases[name] = "backward" if name in feeds_backward else "optimizer"
+            unmarked = "backward" if name in feeds_backward else "optimizer"
+            phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
         return phases
 
     def _phase_by_scope(self, instruction: Instruction, computation: Computation) -> str:
@@ -366,7 +302,7 @@ class OperationReader:
         for inner, where in self.module.within(instruction, computation):
             if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
                 continue
-            if phase := _phase_of_scope(inner.op_name):
+            if phase := phase_of_name(inner.op_name):
                 flops[phase] += self.counter.arithmetic(inner, where).flops
         if not any(flops.values()):
             return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
@@ -390,12 +326,16 @@ def _origins(instruction: Instruction, computation: Computation) -> list[Instruc
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)
 
 
-def _phase_of_scope(op_name: str) -> str:
+def phase_of_name(op_name: str, is_sent: bool = False) -> str:
+    """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none.
+
+    Elsewhere a name of a strategy or of metrics is no backward's: it is of the arithmetic around a reduction.
+    """
     if OPTIMIZER_SCOPE in op_name:
         return "optimizer"
-    if "transpose(" in op_name and SYNC_SCOPE not in op_name and METRICS_SCOPE not in op_name:
+    if "transpose(" in op_name and (is_sent or not (SYNC_SCOPE in op_name or METRICS_SCOPE in op_name)):
         return "backward"
-    return ""
+    return "forward" if is_sent and "jvp(" in op_name else ""
 
 
 def _kind(instruction: Instruction) -> str:
@@ -416,8 +356,6 @@ def _kernel(collective: Instruction, holder: Instruction) -> str:
 
 
 def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:
-    if kind == "recv":  # returns what it receives, a context and a token
-        return instruction.arrays[0].num_bytes
     if kind == "all-gather":
         sizes = [array.num_bytes for array in instruction.arrays]
         # The start of an asynchronous gather returns (inputs, outputs).

@@ -1,44 +1,37 @@
-"""Simulates a scheduled step on a device and a network: its time, and how much of its communication is exposed.
+"""Simulates a scheduled step on a device and a network: its time, how much communication is exposed, and the bound.
 
-The compute stream runs the operations in schedule order; each takes the time of its FLOPs or of its bytes, whichever
-is longer. A start queues its collective on the communication stream and returns at once; a done waits until the
-collective has ended. Collectives run one after the other. The simulation is deterministic.
+The compute stream runs the operations in schedule order; each takes the time of its FLOPs or of its bytes, whichever is
+longer. A start queues its collective on the communication stream, where one runs after the other; a done waits for it:
 
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
 Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
-their shapes and of memory, with a gap for each kernel. A roofline ignores caches and clocks.
+their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) knows no caches.
 
-References:
-    Williams et al., Roofline: an insightful visual performance model, CACM 2009.
-
-The least time that a step can take on a device and a network, for any strategy and schedule.
+The bound is the least time that a step can take on a device and a network, for any strategy and schedule:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 
 Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
-come from the same step compiled without communication, so slower compute cannot buy overlap.
+come from the same step compiled without communication, so slower compute cannot buy overlap. On H hosts of n ranks, the
+all-reduce of S bytes, o being the latency of a call and W and V the rates within a host and to others, takes
 
-On H hosts of n ranks each, which send W bytes per second within their host and V to others, the all-reduce of S bytes
-has two levels, o being the latency of one call:
+    o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
 
-    all-reduce = o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
-
-Whatever the algorithm, each host must send 2 (H-1)/H S bytes, which its n ranks share, and that needs the sum over the
-host first: the first half of the first term, whose second half spreads the result. ZeRO's halves, and its sums over
-replicas, send the same. The levels of one collective follow each other, and collectives queue on one stream, so the
-terms add up, in the bound as in the simulation. A measured network overlaps the levels of one collective, for both.
+since each host must send 2 (H-1)/H S bytes, which its n ranks share, after the sum over the host. ZeRO's halves send
+the same. A measured network overlaps the two levels of one collective, in bound and simulation alike.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..network import Network
 from ..planning.chips import Chip
 from ..planning.products import attention_rate, kernel_s, memory_rate, product_rate
-from .schedule import Collective, Operation, Schedule
+from .schedule import Operation, Schedule
 from .work import MatmulKind, Work
 
 _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}
@@ -46,38 +39,26 @@ _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "i
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time.
-
-    Attributes:
-        lane: ``"compute"`` or ``"communication"``.
-        kind: Phase of a computation, or kind of a collective.
-        num_bytes: Bytes moved in memory, or of a collective's full buffer.
-    """
+    """Something that takes time."""
 
     name: str
-    lane: str
-    kind: str
+    lane: str  # "compute" or "communication"
+    kind: str  # phase of a computation, or kind of a collective
     start_s: float
     end_s: float
-    num_bytes: int
+    num_bytes: int  # bytes moved in memory, or of a collective's full buffer
     op_name: str = ""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
+    """A simulated step."""
 
-    Attributes:
-        spans: Sorted by start; gaps in the compute lane are waits for communication.
-        communication_s: Time in which a collective runs.
-        exposed_s: ``step_s - compute_s``.
-    """
-
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # sorted by start; gaps in the compute lane are waits for communication
     step_s: float
     compute_s: float
-    communication_s: float
-    exposed_s: float
+    communication_s: float  # time in which a collective runs
+    exposed_s: float  # step_s - compute_s
 
 
 def device_seconds(work: Work, chip: Chip) -> float:
@@ -106,71 +87,42 @@ def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
 
 def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
     """Simulates one step."""
-    machine = _Machine(chip, network)
-    machine.run(schedule.operations)
-    step_s = max(machine.now, machine.network_free_s)
-    spans = sorted(machine.spans, key=lambda span: (span.start_s, span.end_s, span.name))
-    busy_s = sum(span.end_s - span.start_s for span in spans if span.lane == "communication")
-    return Simulation(tuple(spans), step_s, machine.compute_s, busy_s, step_s - machine.compute_s)
+    now = compute_s = network_free_s = 0.0  # the last: when the last collective ends
+    spans: list[Span] = []
 
-
-class _Machine:
-    """The compute stream and the communication stream."""
-
-    def __init__(self, chip: Chip, network: Network) -> None:
-        self.chip, self.network = chip, network
-        self.now = self.compute_s = 0.0
-        self.network_free_s = 0.0  # when the last collective ends
-        self.spans: list[Span] = []
-
-    def run(self, operations: tuple[Operation, ...]) -> None:
+    def run(operations: tuple[Operation, ...]) -> None:
+        nonlocal now, compute_s, network_free_s
         end_s: dict[str, float] = {}
-        for operation in operations:
-            for _ in range(operation.trips if operation.body else 0):
-                self.run(operation.body)
-            self._compute(operation)
-            if operation.starts:
-                end_s[operation.name] = self._communicate(operation, operation.starts)
-            if operation.waits_for in end_s:
-                self.now = max(self.now, end_s[operation.waits_for])
+        for one in operations:
+            for _ in range(one.trips if one.body else 0):
+                run(one.body)
+            if seconds := device_seconds(one.work, chip):
+                start, now, compute_s = now, now + seconds, compute_s + seconds
+                num_bytes = int(one.work.num_bytes)
+                spans.append(Span(one.name, "compute", one.phase, start, now, num_bytes, one.op_name))
+            if sent := one.starts:
+                start = max(now, network_free_s)
+                end_s[one.name] = network_free_s = start + sent.seconds(network)
+                spans.append(
+                    Span(one.name, "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name)
+                )
+            now = max(now, end_s.get(one.waits_for, 0.0))
 
-    def _compute(self, operation: Operation) -> None:
-        seconds = device_seconds(operation.work, self.chip)
-        if seconds == 0:
-            return
-        start, self.now = self.now, self.now + seconds
-        self.compute_s += seconds
-        self.spans.append(Span(
-            operation.name, "compute", operation.phase, start, self.now, int(operation.work.num_bytes),
-            operation.op_name,
-        ))  # fmt: skip
-
-    def _communicate(self, operation: Operation, collective: Collective) -> float:
-        """Queues a collective; returns when it ends."""
-        kind, num_bytes = collective.kind, collective.num_bytes
-        start = self.network_free_s = max(self.now, self.network_free_s)
-        self.network_free_s += collective.seconds(self.network)
-        self.spans.append(Span(
-            operation.name, "communication", kind, start, self.network_free_s, num_bytes, collective.op_name
-        ))  # fmt: skip
-        return self.network_free_s
+    run(schedule.operations)
+    step_s = max(now, network_free_s)
+    spans.sort(key=lambda span: (span.start_s, span.end_s, span.name))
+    busy_s = sum(span.end_s - span.start_s for span in spans if span.lane == "communication")
+    return Simulation(tuple(spans), step_s, compute_s, busy_s, step_s - compute_s)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The terms of the bound, in seconds.
+    """The terms of the bound, in seconds."""
 
-    Attributes:
-        compute_s: The whole step.
-        forward_s: Its forward.
-        first_gradient_s: The least backward time before any gradient is finished.
-        all_reduce_s: One all-reduce of all gradient bytes.
-    """
-
-    compute_s: float
-    forward_s: float
-    first_gradient_s: float
-    all_reduce_s: float
+    compute_s: float  # the whole step
+    forward_s: float  # its forward
+    first_gradient_s: float  # the least backward time before any gradient is finished
+    all_reduce_s: float  # one all-reduce of all gradient bytes
 
     @property
     def step_s(self) -> float:
@@ -191,17 +143,13 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: f
 
 def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
     """The least backward time on which a value passed to the optimizer depends."""
-    by_name = {op.name: op for op in operations}
-    needed: dict[str, int] = {}  # bit mask of the backward operations an operation depends on
-    place = {op.name: 1 << index for index, op in enumerate(operations)}
+    backward = {op.name: 1 << place for place, op in enumerate(operations) if op.phase == "backward"}
+    needed: dict[str, int] = {}  # bit mask of the backward operations that an operation depends on
     handed_over: dict[str, None] = {}
     for op in operations:
         known = [operand for operand in op.operands if operand in needed]
-        needed[op.name] = place[op.name] if op.phase == "backward" else 0
-        for operand in known:
-            needed[op.name] |= needed[operand]
+        needed[op.name] = functools.reduce(int.__or__, (needed[name] for name in known), backward.get(op.name, 0))
         if op.phase == "optimizer":
-            handed_over.update((name, None) for name in known if by_name[name].phase == "backward")
-    costs = [(place[op.name], seconds[op.name]) for op in operations if op.phase == "backward"]
-    totals = (sum(cost for bit, cost in costs if needed[name] & bit) for name in handed_over)
+            handed_over.update((name, None) for name in known if name in backward)
+    totals = (sum(seconds[each] for each, bit in backward.items() if needed[name] & bit) for name in handed_over)
     return min((total for total in totals if total > 0), default=0.0)

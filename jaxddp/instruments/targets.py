@@ -1,17 +1,12 @@
 """Machines that are not here: meshes that stand for them, and programs compiled for them.
 
-A target's mesh has its name and no devices: tracing and planning need no more. To compile, a function is
+A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
+process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. No
+device of this machine is used. A thread waits for the child, which ends when this process does: a pipe that both hold
+is then closed.
 
-    traced    in this process   over the target's mesh, lowered for its platform and serialized
-    compiled  in a child        ``compile_process.py``: on the target's devices, with plugins and flags of its own
-    read      in this process   HLO text, memory and cost of the executable: a ``TargetProgram``
-
-Plugins, flags and environment of this process do not change, and no device of the machine is used. A thread waits for
-the child, which ends when this process ends in any way: a pipe that both hold is then closed.
-
-The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-XLA chooses tilings and estimates times by these numbers; memory bandwidths differ a little from the published ones
-(B200: 7.67 and 8 TB/s). The TPU compiler knows its chips by name.
+The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
+which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
 """
 
 from __future__ import annotations
@@ -25,10 +20,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -41,77 +36,63 @@ from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
-from ..plugins import devices, superseded_plugins
+from ..plugins import cuda_plugins, devices, superseded_plugins
 from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
 
-_TOOLKITS = (Path("/usr/local/cuda"),)  # where XLA looks by itself
 TIMEOUT_S = 600.0
 _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
-def start_compile_for_target(
-    target: Target,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    in_shardings: Any,
-    out_shardings: Any = None,
-    donate_argnums: Sequence[int] = (),
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Pending:
+def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
     """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
 
-    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``; shardings are over ``targets.mesh``, those of the results
-    the compiler's choice when None. These, donated arguments and compiler options are as for ``jax.jit``.
+    Args:
+        function: To compile.
+        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
+        **options: Of ``jax.jit``; ``in_shardings`` are over the mesh of a target.
 
     Raises:
-        TargetError: If the compiler for this target is not installed, or the shardings are of a mesh of other size.
+        ValueError: If the mesh is none of a target, or its compiler is not installed.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec
+        >>> import jax.numpy as jnp
+        >>> from jaxddp import targets
+        >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
+        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        >>> "all-reduce" in start_compile_for_target(jnp.sum, [x], in_shardings=by_rank).result().as_text()
+        True
     """
-    mesh = next(leaf.mesh for leaf in jax.tree.leaves(in_shardings) if isinstance(leaf, NamedSharding))
-    jitted = jax.jit(
-        function, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=tuple(donate_argnums)
-    )
-    shapes = jax.eval_shape(lambda *args: args, *args)
-    counts = [len(jax.tree.leaves(arg)) for arg in args]
-    donated = [
-        sum(counts[:index]) + place for index, count in enumerate(counts) for place in range(count)
-        if index in donate_argnums
-    ]  # fmt: skip
-    return _start(target, jitted, shapes, {}, mesh, donated, compiler_options)
+    mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
+    if (target := target_of(mesh)) is None:
+        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
+    return _start(target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh)
 
 
 def compile_jitted(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
-) -> str:
+) -> TargetProgram:
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
-    Returns:
-        The scheduled HLO module.
-
     Raises:
-        TargetError: As ``compile_for_target``; or if the function has no mesh, or one of other size. On TPUs, whose
-            compiler is not waited for after the module, a program that needs too much memory may pass.
+        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size. On
+            TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
     """
     if mesh is None:
         raise TargetError(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    traced = jitted.trace(*args, **kwargs)
-    within = getattr(traced, "traced", None)  # of nnx.jit, whose arguments are models
+    within = getattr(jitted.trace(*args, **kwargs), "traced", None)  # of nnx.jit, whose arguments are models
     if isinstance(within, jax.stages.Traced):
         jitted, args, kwargs = *_of_arrays(within), {}
-        traced = jitted.trace(*args)
-    if not isinstance(jitted, jax.stages.Wrapped) or not hasattr(traced, "_params"):
+    if not isinstance(jitted, jax.stages.Wrapped):
         raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
-    options = dict(traced._params.get("compiler_options_kvs", ()))  # no public name has them
-    start = partial(_start, target, jitted, args, kwargs, mesh, traced.donate_argnums, options)
     if target.platform != "tpu":
-        return start().result().as_text()
+        return _start(target, jitted, args, kwargs, mesh).result()
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        # libtpu's options are divided at spaces.
-        return start(text_folder=None if " " in folder else folder).result().as_text()
+        return _start(target, jitted, args, kwargs, mesh, text_folder=folder).result()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -122,17 +103,16 @@ def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruc
         out_shardings=list(params["out_shardings"]),
         donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
     )  # fmt: skip
-    arrays = [
+    return jitted, [
         jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
     ]
-    return jitted, arrays
 
 
 def _start(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
-    donated: Sequence[int], compiler_options: Mapping[str, Any] | None, text_folder: str | None = None,
+    text_folder: str = "",
 ) -> Pending:  # fmt: skip
-    """Lowers a jitted function, serializes it, and starts the process that compiles it; donated leaves by number."""
+    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
     check_installed(target)
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
@@ -146,45 +126,23 @@ def _start(
         in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
         out_tree=jax.tree.structure([0] * len(exported.out_avals)),
     )
+    traced = jitted.trace(*args, **kwargs)
+    topology, environment = _topology(target)
     request = {
         "disabled_plugins": superseded_plugins(),
-        "topology": topology_arguments(target),
+        "topology": topology,
         "exported": flat.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
-        "donate_argnums": list(donated),
-        "compiler_options": dict(compiler_options or {}),
+        "donate_argnums": list(traced.donate_argnums),  # of the flat arguments
+        "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
         "text_folder": text_folder,
     }
-    environment = os.environ | topology_environment(target)
-    if text_folder is not None:
-        given = environment.get("LIBTPU_INIT_ARGS", "")
+    if text_folder:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
         environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
-    return Pending(target, request, environment)
-
-
-def compile_for_target(
-    target: Target, function: Callable[..., Any], args: Sequence[Any], **options: Any
-) -> TargetProgram:
-    """Traces a function here and compiles it for a target.
-
-    The options are those of ``start_compile_for_target``.
-
-    Raises:
-        TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec
-        >>> import jax.numpy as jnp
-        >>> from jaxddp import targets
-        >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
-        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        >>> program = compile_for_target(targets.target("h100:2"), jnp.sum, [x], in_shardings=by_rank)
-        >>> "all-reduce" in program.as_text()
-        True
-    """
-    return start_compile_for_target(target, function, args, **options).result()
+    return _pending(target, pickle.dumps(request), os.environ | environment)
 
 
 def check_installed(target: Target) -> None:
@@ -197,21 +155,12 @@ def check_installed(target: Target) -> None:
         raise TargetError(
             f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
         )
-    if target.platform == "gpu":
-        plugins = find_spec("jax_plugins") and any(find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
-        missing = [] if plugins and _has_ptxas() else ["the CUDA compiler"]
-    else:
-        missing = [] if find_spec("libtpu") else ["the TPU compiler"]
+    is_gpu = target.platform == "gpu"
+    compiler = "the CUDA compiler" if is_gpu else "the TPU compiler"
+    missing = [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [compiler]
     missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
     if missing:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
-
-
-def _has_ptxas() -> bool:
-    nvidia = find_spec("nvidia")
-    packages = list(nvidia.submodule_search_locations or []) if nvidia is not None else []
-    folders = [Path(package, name) for package in packages for name in ("cuda_nvcc", "cu13")]
-    return any(Path(folder, "bin", "ptxas").exists() for folder in [*folders, *_TOOLKITS]) or which("ptxas") is not None
 
 
 class _Gpu(NamedTuple):
@@ -239,28 +188,25 @@ _GPUS = {
 }
 
 
-def topology_arguments(target: Target) -> dict[str, Any]:
-    """Gives the arguments by which ``jax.experimental.topologies.get_topology_desc`` makes a target's devices."""
-    if target.platform == "tpu":
-        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
-    return {"platform": "cuda", "target_config": _target_config(_GPUS[target.chip.name]), "topology": target.topology}
-
-
-def topology_environment(target: Target) -> dict[str, str]:
-    """Gives the environment in which a process can make them; it uses no device of this machine."""
+def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices, and the environment for it."""
     environment = {
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cpu",  # it uses no device of this machine
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "CUDA_VISIBLE_DEVICES": "",
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    if target.platform == "tpu":
-        cores_per_chip = 2
-        environment["TPU_ACCELERATOR_TYPE"] = f"{target.chip.name}-{cores_per_chip * target.num_devices}"
-        environment["TPU_WORKER_HOSTNAMES"] = "localhost"
-        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so none needs to be locked
-    return environment
+    if target.platform == "gpu":
+        config = _target_config(_GPUS[target.chip.name])
+        return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
+    cores_per_chip = 2
+    environment |= {
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{cores_per_chip * target.num_devices}",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
+    }
+    return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
 
 
 def _target_config(gpu: _Gpu) -> str:
@@ -309,51 +255,40 @@ def _life_line() -> tuple[int, int]:
     return os.pipe()
 
 
-class Pending:
-    """A running compilation."""
+def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
+    """Compiles as soon as a CPU is free, in a thread that nobody waits for when this process ends."""
+    outcome: Pending = Future()
 
-    def __init__(self, target: Target, request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Starts the compilation as soon as a CPU is free."""
-        self._target, self._request, self._environment = target, pickle.dumps(request), environment
-        self._outcome: Future[TargetProgram] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def result(self) -> TargetProgram:
-        """Waits for the program.
-
-        Raises:
-            TargetError: If it cannot be compiled, does not fit into the target's memory, or takes too long.
-        """
-        return self._outcome.result()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
             with _free_cpus:
-                self._outcome.set_result(self._compile())
+                outcome.set_result(_compile(target, request, environment))
         except BaseException as error:  # whoever waits gets it
-            self._outcome.set_exception(error)
+            outcome.set_exception(error)
 
-    def _compile(self) -> TargetProgram:
-        spec, (reading_end, _) = repr(self._target.spec), _life_line()
-        # -P: the names of this folder's files must not hide other packages.
-        command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
-        try:
-            done = subprocess.run(
-                command, input=self._request, capture_output=True, timeout=TIMEOUT_S, env=self._environment,
-                pass_fds=(reading_end,),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
-        if done.returncode:
-            printed = done.stderr.decode(errors="replace")
-            lines = [line.strip() for line in printed.splitlines() if line.strip()]
-            ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-            raise TargetError(": ".join([ended, *lines[-1:]]), printed)
-        kind, content = pickle.loads(done.stdout)
-        if kind == "refused":
-            raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
-        memory = MemoryStats(*(content["memory"].get(name, 0) for name in MemoryStats._fields))
-        return TargetProgram(self._target, content["text"], memory)
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> TargetProgram:
+    spec, (reading_end, _) = repr(target.spec), _life_line()
+    # -P: the names of this folder's files must not hide other packages.
+    command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, timeout=TIMEOUT_S, env=environment, pass_fds=(reading_end,)
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
+    if done.returncode:
+        printed = done.stderr.decode(errors="replace")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        ended = f"the process that compiles for {spec} ended with code {done.returncode}"
+        raise TargetError(": ".join([ended, *lines[-1:]]), printed)
+    kind, content = pickle.loads(done.stdout)
+    if kind == "refused":
+        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
+    return TargetProgram(target, content["text"], SimpleNamespace(**content["memory"]))
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -368,7 +303,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
     """
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
-    register_compiler(device, partial(compile_for_target, named))
+    register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
     sizes = axes_of_ranks(named.num_devices, axis, replicas)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
@@ -388,31 +323,20 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
     return target(mesh.abstract_device.device_kind)
 
 
-class MemoryStats(NamedTuple):
-    """Memory of a compiled program on each device in bytes, named as in ``Compiled.memory_analysis()``."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int  # of the arguments, what the outputs take over
-    temp_size_in_bytes: int
-    generated_code_size_in_bytes: int
-    peak_memory_in_bytes: int
-
-
-class TargetProgram:
+class TargetProgram(NamedTuple):
     """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
 
-    def __init__(self, target: Target, text: str, memory: MemoryStats) -> None:
-        self.target = target
-        self._text, self._memory = text, memory
+    target: Target
+    text: str
+    memory: Any  # named as in Compiled.memory_analysis()
 
     def as_text(self) -> str:
         """The scheduled HLO module."""
-        return self._text
+        return self.text
 
-    def memory_analysis(self) -> MemoryStats:
+    def memory_analysis(self) -> Any:
         """Memory on each device."""
-        return self._memory
+        return self.memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses to run: a ValueError."""
@@ -420,15 +344,14 @@ class TargetProgram:
 
 
 class TargetError(ValueError):
-    """A program could not be compiled for a target; the message is one line.
-
-    Attributes:
-        details: The compiler's full output.
-    """
+    """A program could not be compiled for a target, in one line; ``details`` is the compiler's full output."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
@@ -439,34 +362,23 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     function, args, options = trainer.step_function(state, batch)
-    return start_compile_for_target(_named(trainer.mesh), function, args, **options)
+    return start_compile_for_target(function, args, **options)
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts to compile the step without communication: the baseline of exposed communication.
 
-    Every gradient is taken as equal on all ranks. The program is the same for all strategies: each rank has the full
-    parameters and the full optimizer state.
+    Every gradient is taken as equal on all ranks. Each rank has the full parameters and optimizer state, so the program
+    is the same for all strategies.
 
     Raises:
         ValueError: As ``start_compile``.
     """
     check_kind("trainer", trainer, Trainer, "a Trainer")
-    target, strategy = _named(trainer.mesh), naive()._replace(name="without communication", plan=_plan_nothing)
-    silent = trainer.with_strategy(strategy)
+    silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
     function, args, options = silent.step_function(state, batch, nothing)
-    return start_compile_for_target(target, function, args, **options)
-
-
-def _plan_nothing(tensors: Any) -> BucketPlan:
-    return BucketPlan(())
-
-
-def _named(mesh: Mesh | AbstractMesh) -> Target:
-    if (found := target_of(mesh)) is None:
-        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
-    return found
+    return start_compile_for_target(function, args, **options)

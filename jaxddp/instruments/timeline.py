@@ -1,17 +1,12 @@
-"""Simulated steps as a picture, and as a trace file for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Simulated steps as a picture: for each a lane for compute, coloured by phase, and one for communication.
 
-Each strategy is a row, or a process, with a lane for compute, coloured by phase, and one for communication. A gap in
-compute is a wait for communication. All strategies share one time axis.
-
-References:
-    Chrome's Trace Event Format: complete events (``"ph": "X"``) and metadata (``"ph": "M"``).
+A gap in compute is a wait for communication. All steps share one time axis.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,36 +95,3 @@ def _merged(spans: list[Span]) -> dict[str, list[tuple[float, float]]]:
         pieces.append((start, end - start))
         last = span.kind
     return merged
-
-
-def write_trace(simulations: Mapping[str, Simulation], path: str | Path) -> None:
-    """Writes steps as a trace file, one process per step."""
-    processes = enumerate(simulations.items(), start=1)
-    events = [event for process, named in processes for event in _process_events(process, *named)]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")))
-
-
-def _process_events(process: int, label: str, simulation: Simulation) -> Iterator[dict[str, Any]]:
-    def metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
-        return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": args}
-
-    yield metadata("process_name", 0, name=label)
-    yield metadata("process_sort_index", 0, sort_index=process)
-    for lane, thread in _LANES.items():
-        yield metadata("thread_name", thread, name=lane)
-        yield metadata("thread_sort_index", thread, sort_index=thread)
-    for span in simulation.spans:
-        # Perfetto drops overlapping events and rounds starts and durations separately to nanoseconds. Rounding here
-        # makes each event end where the next begins.
-        start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
-        what = "phase" if span.lane == "compute" else "kind"
-        yield {
-            "name": span.name,
-            "cat": f"{span.lane},{span.kind}",
-            "ph": "X",
-            "ts": start_ns / 1e3,
-            "dur": (end_ns - start_ns) / 1e3,
-            "pid": process,
-            "tid": _LANES[span.lane],
-            "args": {what: span.kind, "bytes": span.num_bytes, "op_name": span.op_name},
-        }

@@ -1,11 +1,9 @@
-import json
 import re
-from itertools import pairwise
 
 import pytest
 
 from jaxddp.instruments.simulate import Simulation, Span
-from jaxddp.instruments.timeline import draw, write_trace
+from jaxddp.instruments.timeline import draw
 from jaxddp.scopes import METRICS_SCOPE
 
 
@@ -45,24 +43,3 @@ def test_every_collective_is_drawn_and_touching_operations_are_one_piece(tmp_pat
     svg = (tmp_path / "steps.svg").read_text()
     collections = re.findall(r'<g id="(?:Poly|FillBetweenPoly)Collection_\d+">(.*?)\n   </g>', svg, re.DOTALL)
     assert sorted(len(re.findall(r"<path |<use ", collection)) for collection in collections) == [1, 1, 1, 40]
-
-
-def test_a_trace_has_the_times_and_nothing_overlaps_within_a_thread(tmp_path):
-    third = 1e-3 / 3  # ms
-    compute = [("forward", i * third, (i + 1) * third) for i in range(3000)]
-    communication = [("all-gather", (i + 0.25) * third, (i + 1.25) * third) for i in range(3000)]
-    step = make_step(compute, communication, 3001 * third)
-    write_trace({"naive": step}, tmp_path / "trace.json")
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert events[0] == {
-        "name": "fusion", "cat": "compute,forward", "ph": "X", "ts": 0.0, "dur": 0.333, "pid": 1, "tid": 1,
-        "args": {"phase": "forward", "bytes": 64, "op_name": ""},
-    }  # fmt: skip
-    # Start and end are rounded to whole nanoseconds, once each: the error of a lane without gaps is that of its ends.
-    assert sum(e["dur"] for e in events if e["tid"] == 1) == pytest.approx(step.compute_s * 1e6, abs=1e-3)
-    for thread in (1, 2):
-        lane = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == thread)
-        assert len(lane) == 3000
-        # As Perfetto reads them: start and duration each to the nearest nanosecond.
-        in_ns = [(round(start * 1e3), round(duration * 1e3)) for start, duration in lane]
-        assert all(start + duration <= following for (start, duration), (following, _) in pairwise(in_ns))

@@ -7,19 +7,21 @@ Kernels and copies of GPUs are events of their streams, those of TPUs and CPUs o
 one may hold others: then only the time that it spends outside of those is its own. A device communicates while one of
 its collectives runs, computes while anything else does, and what it communicates without computing is exposed.
 
-A JAX profile has no sizes of collectives; an xplane has the compiled programs, which say them, and which of the names
-are collectives: a ``psum.15`` is. Kineto has sizes of NCCL, and of Gloo with ``record_shapes=True``. The time of a
-collective includes the wait for the last rank, so of several that are alike the shortest is what the network took.
+Sizes of collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with
+``record_shapes=True``. The time of a collective includes the wait for the last rank: of several that are alike the
+shortest is what the network took.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,23 +53,16 @@ _ITEMSIZES = {
 
 
 class Event(NamedTuple):
-    """A kernel, a copy or a collective on a device.
-
-    Attributes:
-        line: The stream or the thread of the device.
-        kind: A kind of collective, or ``PRODUCTS``, ``ATTENTION``, ``COPIES`` or ``OTHERS``.
-        num_bytes: Of a collective's full buffer; None if the profile does not say.
-        num_ranks: That take part in a collective; None as well.
-    """
+    """A kernel, a copy or a collective on a device."""
 
     device: str
-    line: str
+    line: str  # the stream or the thread of the device
     name: str
     start_us: float
     end_us: float
-    kind: str
-    num_bytes: int | None = None
-    num_ranks: int | None = None
+    kind: str  # a kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
+    num_bytes: int | None = None  # of a collective's full buffer; None if the profile does not say
+    num_ranks: int | None = None  # that take part in a collective; None as well
 
     @property
     def is_collective(self) -> bool:
@@ -106,15 +101,10 @@ class Alike(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What ran on the devices of a profile.
+    """What ran on the devices of a profile."""
 
-    Attributes:
-        events: Of all devices, in any order.
-        notes: What could not be read, in words.
-    """
-
-    events: tuple[Event, ...]
-    notes: tuple[str, ...] = ()
+    events: tuple[Event, ...]  # of all devices, in any order
+    notes: tuple[str, ...] = ()  # what could not be read, in words
 
     @property
     def devices(self) -> list[str]:
@@ -127,21 +117,14 @@ class Trace:
         for event in self.events:
             lines[event.device, event.line].append(event)
         for events in lines.values():
-            yield from _own_parts(events)
+            yield from _own_parts(sorted(events, key=lambda each: (each.start_us, -each.end_us)))
 
     def kinds(self) -> dict[str, tuple[int, float]]:
         """Number of events and their own microseconds by kind, the longest first."""
-        return self._sums(lambda event: event.kind)
-
-    def kernels(self) -> dict[tuple[str, str], tuple[int, float]]:
-        """The same by kind and name."""
-        return self._sums(lambda event: (event.kind, event.name))
-
-    def _sums(self, key: Any) -> dict[Any, tuple[int, float]]:
-        times: dict[Any, list[float]] = defaultdict(list)
+        times: dict[str, list[float]] = defaultdict(list)
         for event, parts in self.own_us():
-            times[key(event)].append(sum(end - start for start, end in parts))
-        sums = {each: (len(own), sum(own)) for each, own in times.items()}
+            times[event.kind].append(sum(end - start for start, end in parts))
+        sums = {kind: (len(own), sum(own)) for kind, own in times.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
     def overlaps(self) -> dict[str, Overlap]:
@@ -151,9 +134,10 @@ class Trace:
             spent[event.device][event.is_collective] += parts
         found = {}
         for device, parts_of in spent.items():
-            compute, sent, both = map(_union_us, (parts_of[False], parts_of[True], [*parts_of[False], *parts_of[True]]))
-            ends = [time for part in (*parts_of[False], *parts_of[True]) for time in part]
-            found[device] = Overlap(max(ends) - min(ends), compute, sent, min(sent, both - compute))
+            together = parts_of[False] + parts_of[True]
+            compute, sent, both = map(_union_us, (parts_of[False], parts_of[True], together))
+            span = max(end for _, end in together) - min(start for start, _ in together)
+            found[device] = Overlap(span, compute, sent, min(sent, both - compute))
         return found
 
     def collectives(self) -> list[Alike]:
@@ -174,18 +158,17 @@ class Trace:
         Raises:
             ValueError: If of no kind there are two sizes, of which the larger took longer.
         """
-        rows: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-        for one in reversed(self.collectives()):
-            if one.kind in KINDS and one.num_bytes and one.num_ranks and one.num_ranks > 1:
-                curve = rows[one.kind, str(one.num_ranks)]
-                curve.append((one.num_bytes, min([*one.times_us, *(time for _, time in curve[-1:])])))
-        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
-        for (kind, ranks), curve in rows.items():
-            if curve[0][1] > curve[-1][1] > 0:
-                found[kind][ranks] = curve[::-1]
+        found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        sized = (one for one in self.collectives() if one.num_bytes and (one.num_ranks or 0) > 1)
+        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one.kind, one.num_ranks)):
+            curve: list[tuple[int, float]] = []
+            for one in reversed(list(alike)):
+                curve.insert(0, (one.num_bytes or 0, min([*one.times_us, *(time for _, time in curve[:1])])))
+            if kind in KINDS and curve[-1][1] > curve[0][1] > 0:
+                found.setdefault(kind, {})[str(num_ranks)] = curve
         if not found:
             raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
-        return dict(found)
+        return found
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -316,9 +299,8 @@ def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> 
     if "In msg nelems" in args:
         elements, dtype = max(args["In msg nelems"], args["Out msg nelems"]), args.get("dtype", "")
     elif args.get("Input Dims") and args["Input Dims"][0]:
-        elements, dtype = 1, args["Input type"][0]
-        for dim in args["Input Dims"][0]:
-            elements *= dim if isinstance(dim, int) else 0
+        dtype = args["Input type"][0]
+        elements = math.prod(dim if isinstance(dim, int) else 0 for dim in args["Input Dims"][0])
         elements *= (num_ranks or 0) if kind == "all-gather" else 1
     else:
         return None
@@ -381,27 +363,23 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
             at += size
 
 
-def _own_parts(events: list[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-    """What of each event of a line is not within a later one."""
-    open_events: list[tuple[Event, list[tuple[float, float]]]] = []
+def _own_parts(events: Sequence[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
+    """What of each event of a line, sorted by start, is not within a later one."""
+    inside: list[tuple[Event, list[tuple[float, float]]]] = []
     cursor = 0.0
-
-    def close(until: float) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-        nonlocal cursor
-        while open_events and open_events[-1][0].end_us <= until:
-            event, parts = open_events.pop()
-            if event.end_us > cursor:
-                parts.append((cursor, event.end_us))
-                cursor = event.end_us
-            yield event, parts
-
-    for event in sorted(events, key=lambda each: (each.start_us, -each.end_us)):
-        yield from close(event.start_us)
-        if open_events and event.start_us > cursor:
-            open_events[-1][1].append((cursor, event.start_us))
-        cursor = max(cursor, event.start_us) if open_events else event.start_us
-        open_events.append((event, []))
-    yield from close(float("inf"))
+    for event in (*events, None):
+        start = float("inf") if event is None else event.start_us
+        while inside and inside[-1][0].end_us <= start:
+            ended, parts = inside.pop()
+            if ended.end_us > cursor:
+                parts.append((cursor, ended.end_us))
+                cursor = ended.end_us
+            yield ended, parts
+        if event is not None:
+            if inside and start > cursor:
+                inside[-1][1].append((cursor, start))
+            cursor = max(cursor, start) if inside else start
+            inside.append((event, []))
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:

@@ -10,14 +10,13 @@
     cuDNN attention   its products, by the shape of the scores
     other calls       bytes alone, with a note
 
-Bytes count each array that an instruction reads or writes once, in full; a slice or gather counts only what it reads,
-an in-place update only what it writes. This is main-memory traffic with nothing cached between instructions; arrays
-that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
+Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
+update what it writes. Nothing is cached between instructions; arrays that a TPU program keeps on chip (memory space 1
+of a tiled layout) do not count.
 
-TPU programs print a matrix product as a convolution: batch dims become window dims, padded or dilated so that only
-pairs of the same batch meet. Both forms give the same number. CPU and GPU programs print trip counts
-(``known_trip_count``). TPU programs do not; their trip count is derived from a counter with constant start, step and
-end, as ``jax.lax.scan`` and ``fori_loop`` make it.
+TPU programs print a matrix product as a convolution, whose batch dims are window dims, padded or dilated so that only
+pairs of the same batch meet: both forms give the same number. They print no trip counts, as others do: these are
+derived from a counter with constant start, step and end, as ``lax.scan`` and ``fori_loop`` make it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from .hlo import Array, Computation, HLOError, Instruction, Module, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
@@ -40,10 +41,6 @@ _MOVEMENT = frozenset(
     "copy transpose reshape broadcast concatenate slice dynamic-slice dynamic-update-slice gather pad reverse "
     "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota".split()
 )
-_WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
-_PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
-_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
-_COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
 _ELEMENTWISE = frozenset(
     "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex cos cosh cosine count-leading-zeros "
     "divide erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum "
@@ -51,10 +48,16 @@ _ELEMENTWISE = frozenset(
     "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sinh sqrt "
     "stochastic-convert subtract tan tanh xor".split()
 )
+_WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
+_PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
+_COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
 _UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
 _CALLS_WITHOUT_WORK = frozenset(
-    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound".split()
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound "
+    "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
+_MOST_PAIRS = 2**24
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
 _MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
 _CONVOLUTION_CALLS = ("__cudnn$conv",)
@@ -72,19 +75,13 @@ class MatmulKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What an instruction costs.
+    """What an instruction costs."""
 
-    Attributes:
-        matmul_flops: FLOPs of matrix products and convolutions, by kind.
-        vector_flops: All other FLOPs.
-        num_bytes: Bytes read and written.
-        num_kernels: Kernels launched.
-    """
-
+    # FLOPs of matrix products and convolutions, by kind
     matmul_flops: Mapping[MatmulKind, float] = field(default_factory=dict)
-    vector_flops: float = 0.0
-    num_bytes: float = 0.0
-    num_kernels: float = field(default=0.0, compare=False)
+    vector_flops: float = 0.0  # all other FLOPs
+    num_bytes: float = 0.0  # bytes read and written
+    num_kernels: float = field(default=0.0, compare=False)  # kernels launched
 
     @property
     def flops(self) -> float:
@@ -159,16 +156,16 @@ class WorkCounter:
         if opcode in _UNCOUNTED:
             self.note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
             return Work()
+        counted = instruction.arrays
         if opcode == "scatter":
-            return Work(vector_flops=float(computation[instruction.operands[-1]].arrays[0].num_elements))
-        if opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
-            sizes = [array.num_elements for name in instruction.operands for array in computation[name].arrays]
-            return Work(vector_flops=float(max(sizes)))
-        is_part = opcode.endswith(("-start", "-done", "-update")) or _COMMUNICATION.match(opcode)
-        if opcode not in _ELEMENTWISE and not is_part:
-            self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
-            return Work()
-        return Work(vector_flops=float(max((array.num_elements for array in instruction.arrays), default=0)))
+            counted = computation[instruction.operands[-1]].arrays[:1]
+        elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
+            counted = tuple(array for name in instruction.operands for array in computation[name].arrays)
+        elif opcode not in _ELEMENTWISE and not opcode.endswith(("-start", "-done", "-update")):
+            if not _COMMUNICATION.match(opcode):
+                self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
+                return Work()
+        return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
     def _used(self, fused: Computation) -> Work:
         """FLOPs of a fused computation; only elements that are used are computed."""
@@ -247,8 +244,8 @@ def _memory_bytes(shape: str) -> int:
 def _used_shares(fused: Computation) -> dict[str, float]:
     """The share of its elements that each instruction of a fused computation must compute for the results.
 
-    A slice needs as many elements as it returns; arithmetic needs the same share of its operands as of itself. An
-    operand that is only updated in place needs nothing.
+    A slice needs as many elements as it returns, arithmetic the same share of its operands as of itself, and an operand
+    that is only updated in place nothing.
     """
     sizes = {name: sum(array.num_elements for array in inner.arrays) for name, inner in fused.items()}
     needed = {name: float(size) if fused[name].is_root else 0.0 for name, size in sizes.items()}
@@ -308,10 +305,8 @@ def _printed_dims(name: str, call: Instruction) -> tuple[int, ...]:
 
 
 def _attention_flops(call: Instruction, computation: Computation) -> float:
-    """FLOPs of cuDNN's attention: two products of the forward, five of the backward; half of each if it is causal.
-
-    The scores' shape is printed: batch, heads, queries and keys.
-    """
+    """FLOPs of cuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
+    # The scores' shape is printed: batch, heads, queries and keys.
     if len(scores := _printed_dims("dimensions", call)) != 4:
         return 0.0
     batch, heads, num_queries, num_keys = scores
@@ -322,10 +317,7 @@ def _attention_flops(call: Instruction, computation: Computation) -> float:
 
 
 def _convolution_flops(convolution: Instruction, computation: Computation) -> float:
-    """FLOPs of a ``convolution``, or of a library call: forward, or the gradient of its images or kernels.
-
-    Gradient calls print the window and dims of the forward convolution.
-    """
+    """FLOPs of a ``convolution``, or of a library call, whose gradients print the window of the forward convolution."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
     if not labels:
         raise HLOError(f"convolution {convolution.name} must print its dim_labels")
@@ -367,22 +359,11 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
 
     stride, base, dilation = (int(field_of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(field_of("pad", "0_0").split("_")[0])
-    # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
-    # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
-    common = math.gcd(stride, base)
-    period = base // common
-    pairs = 0
-    first_that_meets = max(0, -((size_out - 1) * stride - low) // dilation)
-    for offset in range(first_that_meets, min(size_window, ((size_in - 1) * base + low) // dilation + 1)):
-        shift = offset * dilation - low
-        if shift % common:
-            continue
-        first = max(0, -(shift // stride))
-        last = min(size_out - 1, ((size_in - 1) * base - shift) // stride)
-        residue = -(shift // common) * pow(stride // common, -1, period) % period
-        first += (residue - first) % period
-        pairs += max(0, (last - first) // period + 1)
-    return pairs
+    if size_out * size_window > _MOST_PAIRS or max(stride, base, dilation, size_in, abs(low)) > _MOST_PAIRS:
+        raise HLOError(f"window (={window}) must have at most {_MOST_PAIRS:,} pairs of positions")
+    # Between the elements of the input lie base - 1 zeros.
+    meets = stride * np.arange(size_out)[:, None] + dilation * np.arange(size_window) - low
+    return int(np.sum((meets >= 0) & (meets <= (size_in - 1) * base) & (meets % base == 0)))
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
@@ -394,15 +375,13 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     before, after, compare = where[loop.operands[0]], root_of(body), root_of(condition)
     if compare.attribute("direction") != "LT" or before.opcode != "tuple" or after.opcode != "tuple":
         return None
-    place = _place_in_state(compare.operands[0], condition)
-    if place is None:
+    if (place := _place_in_state(compare.operands[0], condition)) is None:
         return None
     add = body[after.operands[place]]
     if add.opcode != "add" or _place_in_state(add.operands[0], body) != place:
         return None
-    first = _constant(before.operands[place], where)
-    step = _constant(add.operands[1], body)
-    end = _constant(compare.operands[1], condition)
+    of = ((before.operands[place], where), (add.operands[1], body), (compare.operands[1], condition))
+    first, step, end = (_constant(*each) for each in of)
     if first is None or step is None or end is None or step < 1:
         return None
     return max(0, -((first - end) // step))

@@ -64,12 +64,9 @@ def test_one_instruction(shapes, line, flops, num_bytes):
 @pytest.mark.parametrize(
     "line",
     [
-        "%y = f32[30] bitcast(%p0)", "%y = (f32[6,5]) tuple(%p0)", "%y = f32[] constant(3)", "%y = u32[] replica-id()",
+        "%y = f32[30] bitcast(%p0)", "%y = (f32[6,5]) tuple(%p0)", "%y = f32[] constant(3)",
         "%y = f32[6,5]{1,0} all-reduce(%p0), to_apply=%fused", "%y = (f32[6,5], f32[48,5]) all-gather-start(%p0)",
-        "%y = ((f32[6,5]), f32[1,5]) reduce-scatter-start(%p0), to_apply=%fused", "%y = f32[6,5] all-to-all-done(%p0)",
-        "%y = f32[6,5] collective-permute(%p0)", "%y = f32[6,5] collective-permute-done(%p0)",
-        "%y = f32[6,5] ragged-all-to-all(%p0)", "%y = (f32[6,5], u32[]) send(%p0)", "%y = f32[6,5] copy-done(%p0)",
-        "%y = f32[6,5] opt-barrier(%p0)", "%y = f32[6,5] fusion-done(%p0)", "%y = f32[6,5] async-update(%p0)",
+        "%y = f32[6,5] all-to-all-done(%p0)", "%y = (f32[6,5], u32[]) send(%p0)", "%y = f32[6,5] fusion-done(%p0)",
     ],
 )  # fmt: skip
 def test_what_costs_nothing(line):
@@ -177,7 +174,6 @@ def test_memory_on_the_chip_of_a_tpu():
     [
         ('f32[8] custom-call(%p0), custom_call_target="mine"', "custom call mine: its FLOPs are unknown"),
         ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft y: its FLOPs are not counted"),
-        ("f32[8] of-tomorrow(%p0)", "of-tomorrow y: an unknown operation"),
     ],
 )
 def test_what_cannot_be_counted_is_said(line, note):
@@ -312,12 +308,10 @@ def test_trips_that_are_counted(old, new, count):
     ("old", "new"),
     [
         ("%one = s32[] constant(1)", "%one = s32[] parameter(0)"),  # starts anywhere
-        ("%t = (s32[]) tuple(%c)", "%t = (s32[]) parameter(0)"),
         ("%n = s32[] constant(11)", "%n = s32[] negate(%i)"),  # ends anywhere
         ("add(%i, %k)", "add(%i, %i)"),  # doubles
         ("constant(3)", "constant(-3)"),
         ("direction=LT", "direction=NE"),
-        ("compare(%i, %n), direction=LT", "custom-call(%i, %n)"),
         ("ROOT %r = (s32[]) tuple(%j)", "ROOT %r = (s32[]) custom-call(%j)"),
     ],
 )

@@ -12,7 +12,7 @@ from jaxddp import targets
 from jaxddp.communication.buckets import TensorSpec
 from jaxddp.communication.planned import planned_collectives
 from jaxddp.comparison_test import refusal
-from jaxddp.instruments.targets import compile_for_target
+from jaxddp.instruments.targets import start_compile_for_target
 from jaxddp.models import abstract, build
 
 BUCKETED = jaxddp.bucketed(0.0005)  # two buckets
@@ -88,10 +88,10 @@ def test_value_and_grad_compiles_to_what_is_planned(spec, strategy):
     mesh, platform = targets.mesh(spec), targets.target(spec).platform
     args = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}, jnp.ones((16, 8))
     step = jax.shard_map(jaxddp.value_and_grad(loss_fn, strategy), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    program = compile_for_target(
-        targets.target(spec), step, args, compiler_options=jaxddp.compile_options(strategy, platform),
+    program = start_compile_for_target(
+        step, args, compiler_options=jaxddp.compile_options(strategy, platform),
         in_shardings=(NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
-    )  # fmt: skip
+    ).result()  # fmt: skip
     in_order = [TensorSpec(name, SHAPES[name], "float32") for name in ("linear", "bias", "down", "up")]
     planned = planned_collectives(strategy, strategy.plan(in_order), 8, platform)
     assert sorted(jaxddp.gradient_collectives(program)) == sorted(planned)

@@ -42,7 +42,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp import models, targets
-from jaxddp.instruments.targets import compile_for_target
+from jaxddp.instruments.targets import start_compile_for_target
 
 NUM_DEVICES = 8
 SEQUENCES_PER_DEVICE = 6  # not 8, to tell batch dims from device dims
@@ -164,7 +164,7 @@ def _compile(
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     if platform == "cpu":
         return str(jax.jit(function, in_shardings=shardings).lower(*args).compile().as_text())
-    return compile_for_target(targets.target(SPECS[platform]), function, args, in_shardings=shardings).as_text()
+    return start_compile_for_target(function, args, in_shardings=shardings).result().as_text()
 
 
 def _mesh(platform: str) -> AnyMesh:
