@@ -65,21 +65,26 @@ def read_file(path: str | Path) -> list[Output]:
         ValueError: If it is not such output, whole from its first line on.
         OSError: If it cannot be read.
     """
-    named, text = _PROGRAM.search(Path(path).name), Path(path).read_text(errors="replace")
+    text = Path(path).read_text(errors="replace")
     try:
-        is_json = text.lstrip().startswith("{")
-        found = [_of_json(json.loads(text))] if is_json else read_text(text, PROGRAMS[named[1]] if named else "")
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        table = json.loads(text) if text.lstrip().startswith("{") else None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
+    return outputs(path, text, table)
+
+
+def outputs(path: str | Path, text: str, table: Any) -> list[Output]:
+    """The outputs of a file of this text; ``table`` is what it holds as JSON, None if it is none. Raises ValueError."""
+    named = _PROGRAM.search(Path(path).name)
+    try:
+        found = [_of_json(table)] if table is not None else read_text(text, PROGRAMS[named[1]] if named else "")
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
     for output in found:
-        missing = (
-            "the name of its program" if not output.collective
-            else "a line for each rank" if not output.gpus
-            else "a line of a size" if not output.lines
-            else ""
-        )  # fmt: skip
-        if missing:
-            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing}")
+        parts = {"the name of its program": output.collective, "a line for each rank": output.gpus,
+                 "a line of a size": output.lines}  # fmt: skip
+        if missing := [name for name, part in parts.items() if not part]:
+            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing[0]}")
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import nccl_tests
-from .curves import GB, KINDS, Network, bus_factor
+from .curves import GB, KINDS, Network, Rows, bus_factor
 
 _Row = tuple[str, int, float, float]  # kind, ranks, bytes of the full buffer, seconds
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
@@ -25,9 +25,11 @@ _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
-    Between hosts, as in ``"h100:4x8"``, ``host_gb_per_s`` is what a rank sends; or ``fabric`` names what was measured:
-    ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO. ``without_own`` leaves out what was measured of an A100 or
-    H200 itself, to see how far what is taken from the H100 carries.
+    Args:
+        spec: Chip and devices, or hosts x devices.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
+        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
+        without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
@@ -39,17 +41,16 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
     if parts is None:
         raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
-    name, hosts, devices = parts.groups()
-    found = _measurements()
-    if not is_measured(name):
-        raise ValueError(f"chip (={name!r}) must be one whose collectives were measured: {', '.join(found['us'])}")
-    network = _of_rows(*_rows_of_chip(name, without_own))
+    chip, hosts, devices = parts.groups()
+    if not is_measured(chip):
+        known = ", ".join(_measurements()["us"])
+        raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {known}")
+    network = _of_rows(*_rows_of_chip(chip, without_own))
     if fabric:
-        table = found["fabrics"].get(fabric)
-        if table is None or (name, int(devices)) != (table["chip"], table["devices_per_host"]):
-            known = ", ".join(
-                f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in found["fabrics"].items()
-            )
+        fabrics = _measurements()["fabrics"]
+        table = fabrics.get(fabric, {"chip": ""})
+        if chip != table["chip"] or int(devices) != table["devices_per_host"]:
+            known = ", ".join(f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in fabrics.items())
             raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: {known}")
         between = _of_rows(_rows_of_table(table["us"]), fabric)
         network = replace(network, fabric=between.curves, source=f"{network.source}, over hosts {table['source']}")
@@ -62,29 +63,6 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 def is_measured(chip: str) -> bool:
     """Whether ``measured`` knows a chip."""
     return chip in _measurements()["us"]
-
-
-def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
-    """A chip's rows, and where they come from."""
-    tables = _measurements()["us"]
-    if chip not in _LIKE:
-        return _rows_of_table(tables[chip]), f"XLA's own table of one host with {chip.upper()}"
-    like, ratio = _LIKE[chip]
-    others = {(kind, ranks, size / ratio): seconds for kind, ranks, size, seconds in _rows_of_table(tables[like])}
-    if ratio != 1:
-        gathers = {key[1:]: seconds for key, seconds in others.items() if key[0] == "all-gather"}
-        scatters = {key[1:]: seconds for key, seconds in others.items() if key[0] == "reduce-scatter"}
-        others = {key: seconds for key, seconds in others.items() if key[0] != "all-reduce"}
-        others |= {("all-reduce", *key): gathers[key] + scatters[key] for key in gathers.keys() & scatters.keys()}
-    own = [] if without_own else _rows_of_table(tables[chip])
-    known = {row[:2] for row in own}
-    taken = [(*key, seconds) for key, seconds in others.items() if key[:2] not in known]
-    return own + taken, f"8 x {chip.upper()} (stas00/ml-engineering), the rest extrapolated from XLA's {like.upper()}"
-
-
-@cache
-def _measurements() -> Any:
-    return json.loads(_MEASURED.read_text())
 
 
 def from_file(path: str | Path) -> Network:
@@ -101,16 +79,40 @@ def from_file(path: str | Path) -> Network:
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
+        text = file.read_text(errors="replace")
         if file.suffix == ".jsonl":
-            rows = _rows_of_run(json.loads(line) for line in file.read_text().splitlines() if line.strip())
+            rows = _rows_of_run(json.loads(line) for line in text.splitlines() if line.strip())
         else:
-            text = file.read_text(errors="replace")
-            table = json.loads(text) if text.lstrip().startswith("{") else {"results": ()}
-            is_output = "results" in table
-            rows = _rows_of_output(nccl_tests.read_file(file)) if is_output else _rows_of_table(table["us"])
+            table: Any = json.loads(text) if text.lstrip().startswith("{") else None
+            is_ours = table is not None and "results" not in table
+            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.outputs(file, text, table))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
+
+
+def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
+    """A chip's rows, and where they come from."""
+    tables = _measurements()["us"]
+    if chip not in _LIKE:
+        return _rows_of_table(tables[chip]), f"XLA's own table of one host with {chip.upper()}"
+    like, ratio = _LIKE[chip]
+    others = {(kind, ranks, size / ratio): seconds for kind, ranks, size, seconds in _rows_of_table(tables[like])}
+    if ratio != 1:
+        for kind, ranks, size in [key for key in others if key[0] == "all-reduce"]:
+            del others[kind, ranks, size]
+        for kind, ranks, size in [key for key in others if key[0] == "all-gather"]:
+            if (scatter := others.get(("reduce-scatter", ranks, size))) is not None:
+                others["all-reduce", ranks, size] = others[kind, ranks, size] + scatter
+    own = [] if without_own else _rows_of_table(tables[chip])
+    known = {row[:2] for row in own}
+    taken = [(*key, seconds) for key, seconds in others.items() if key[:2] not in known]
+    return own + taken, f"8 x {chip.upper()} (stas00/ml-engineering), the rest extrapolated from XLA's {like.upper()}"
+
+
+@cache
+def _measurements() -> Any:
+    return json.loads(_MEASURED.read_text())
 
 
 def _rows_of_table(table: Any) -> list[_Row]:
@@ -120,8 +122,7 @@ def _rows_of_table(table: Any) -> list[_Row]:
     ]  # fmt: skip
 
 
-def _rows_of_output(outputs: Iterable[nccl_tests.Output]) -> list[_Row]:
-    outputs = list(outputs)
+def _rows_of_outputs(outputs: Sequence[nccl_tests.Output]) -> list[_Row]:
     if hosts := next((output.hosts for output in outputs if len(output.hosts) > 1), None):
         raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
     return [
@@ -149,18 +150,16 @@ def _of_rows(rows: Sequence[_Row], source: str) -> Network:
             curves[kind, ranks][size].append(seconds)
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
-    found: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {}
+    found: dict[str, dict[int, Rows]] = defaultdict(dict)
     for (kind, ranks), times in sorted(curves.items()):
-        curve = found[kind, ranks] = tuple((size, min(times[size])) for size in sorted(times))
+        curve = found[kind][ranks] = tuple((size, min(times[size])) for size in sorted(times))
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-    kind, ranks = max(found, key=lambda key: (key[0] == "all-reduce", key[1]))
-    size, seconds = found[kind, ranks][-1]
-    sent = bus_factor(kind, ranks) * size
-    small, small_s = next((row for row in found[kind, ranks][:-1] if row[0] >= 2**20), found[kind, ranks][0])
+    kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
+    *smaller, (size, seconds) = found[kind][ranks]
+    bytes_per_s = bus_factor(kind, ranks) * size / seconds
+    if bytes_per_s > _FASTEST_GB_PER_S * GB:
+        raise ValueError(f"{source}: times must be microseconds: {bytes_per_s / GB:,.0f} GB/s a rank is no network")
+    small, small_s = next((row for row in smaller if row[0] >= 2**20), smaller[0])
     latency_us = max(small_s - seconds * small / size, 0.0) * 1e6
-    if sent / seconds > _FASTEST_GB_PER_S * GB:
-        raise ValueError(f"{source}: times must be microseconds: {sent / seconds / GB:,.0f} GB/s a rank is no network")
-    return Network(
-        sent / seconds / GB, latency_us, curves=tuple((*key, rows) for key, rows in found.items()), source=source
-    )
+    return Network(bytes_per_s / GB, latency_us, curves=dict(found), source=source)

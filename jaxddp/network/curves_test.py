@@ -4,7 +4,7 @@ import math
 import pytest
 
 from jaxddp.network import Network, from_file, measured
-from jaxddp.network.curves import _at_size
+from jaxddp.network.curves import HOST_LATENCY_US, _at_size
 from jaxddp.network.tables import _MEASURED
 
 S = 10**9
@@ -25,9 +25,8 @@ def test_rings(kind, num_ranks):
     by_hand_s = latencies * 15e-6 + volume * (num_ranks - 1) / num_ranks * S / 50e9
     # The same handful of products and sums, each rounded by at most 1.1e-16 of it, in another order.
     assert network.seconds(kind, S, range(num_ranks)) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
-    alone_s = network.latency_s(kind), network.transfer_s(kind, S, range(num_ranks))
+    alone_s = network.seconds(kind, 0, range(num_ranks)), network.transfer_s(kind, S, range(num_ranks))
     assert network.seconds(kind, S, range(num_ranks)) == sum(alone_s)
-    assert network.seconds(kind, 0, range(num_ranks)) == alone_s[0]
     assert network.seconds(kind, S, (17,)) == network.transfer_s(kind, S, (17,)) == 0
 
 
@@ -117,7 +116,7 @@ def test_what_is_assumed_is_said(file):
 def test_hosts_send_to_each_other_while_their_ranks_do():
     network, alone = measured("h100:4x8", host_gb_per_s=25), measured("h100:8")
     assert network.seconds("all-reduce", MIB, range(8)) == alone.seconds("all-reduce", MIB, range(8))
-    floor_s, within_s = network.host_latency_us * 1e-6, alone.seconds("all-reduce", MIB, range(8))
+    floor_s, within_s = HOST_LATENCY_US * 1e-6, alone.seconds("all-reduce", MIB, range(8))
     assert network.seconds("all-reduce", MIB, range(32)) == pytest.approx(within_s + floor_s)  # 8 us between hosts
     large = 2**30
     assert network.seconds("all-reduce", large, range(32)) == pytest.approx(2 * 3 / 4 * large / 8 / 25e9 + floor_s)
@@ -224,7 +223,7 @@ def test_what_nccl_tests_write_as_json_is_read(file):
         "out_of_bounds": {"count": 0},
     }
     network = from_file(file(written, "out.json"))
-    assert network.curves == (("all-reduce", 8, ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))),)
+    assert network.curves == {"all-reduce": {8: ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))}}
     with pytest.raises(ValueError, match=r"must be what nccl-tests wrote as JSON: KeyError\('config'\)"):
         from_file(file({"args": [], "results": []}, "cut.json"))
 
