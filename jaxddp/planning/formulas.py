@@ -19,15 +19,13 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent over one stream, in order. Bucket i takes c_i to compute and m_i = s_i / w + o to send: s_i bytes at an
-algorithm bandwidth w, and o per call. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step
-waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent over one stream, in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i
+to compute and m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the
+step waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
     compute-bound, s/w < C:          n* = max(sqrt(C/o), (C - s/w)/o)        T* = s/(n* w) + o, in the latter case
-
-If computing a bucket takes as long as sending it without latency, C = s/w: n* = sqrt(s/(w o)), T* = 2 sqrt(s o / w).
 
 Compute-bound. N = X Y R devices: X ranks share parameters and gather them (FSDP), Y split each matrix (TP), R replicas
 reduce their gradients (DP). A step has B tokens, the model P parameters of e bytes, f FLOPs per token of a forward, and
@@ -40,9 +38,8 @@ groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 wh
     TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
     DP               0                                2 e P r(R) / (X Y W_R)           the same
 
-A torus axis of a TPU sends in both directions of its ring, so W is twice the one-way rate of a link. The times of FSDP
-and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as compute does, so
-there may be none.
+The times of FSDP and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as
+compute does, so there may be none.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
@@ -87,7 +84,7 @@ MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the training state on one device; gradients are those that outlive their bucket, with accumulators."""
+    """Bytes of the training state on one device; gradients with accumulators."""
 
     parameters: Any
     gradients: Any
@@ -121,22 +118,12 @@ def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: 
 def activation_bytes(
     tokens: Any, kept_per_token: float, kept_cut_per_token: float = 0, element_bytes: float = 2, tp: Any = 1
 ) -> Any:
-    """Computes what the backward needs from the forward, without recomputation; TP splits ``kept_cut_per_token``.
-
-    Example:
-        >>> float(activation_bytes(1, 126 * (16384 + 53248)))
-        17547264.0
-    """
+    """Computes what the backward needs from the forward, without recomputation; TP splits ``kept_cut_per_token``."""
     return np.multiply(tokens, kept_per_token + np.true_divide(kept_cut_per_token, tp)) * element_bytes
 
 
 def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
-    """Computes the smallest N with ``cut / N + whole < capacity``; inf if the whole alone does not fit.
-
-    Example:
-        >>> float(least_ranks(cut_bytes=3_517_578_215_424, whole_bytes=0, capacity_bytes=95e9))
-        38.0
-    """
+    """Computes the smallest N with ``cut / N + whole < capacity``; inf if the whole alone does not fit."""
     room = np.asarray(capacity_bytes, float) - whole_bytes
     return np.where(room > 0, np.floor(np.divide(cut_bytes, np.where(room > 0, room, 1.0))) + 1, np.inf)
 
@@ -160,13 +147,11 @@ def traffic(strategy: str, num_microbatches: Any = 1, reduce: Literal["every", "
         >>> [int(traffic(name).total) for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
         [2, 2, 2, 3, 3]
     """
-    times = np.asarray(num_microbatches if reduce == "every" else 1)
+    reductions = np.asarray(num_microbatches if reduce == "every" else 1)
+    gathers = 2 * np.asarray(num_microbatches) if strategy == "zero3" else np.ones_like(reductions)
     if strategy in DATA_PARALLEL:
-        return Traffic(2 * times, 0 * times)
-    if strategy == "sharded_optimizer":
-        return Traffic(2 * times, 1 + 0 * times)
-    gathered = 2 * np.asarray(num_microbatches) if strategy == "zero3" else 1 + 0 * times
-    return Traffic(times, gathered)
+        return Traffic(2 * reductions, 0 * gathers)
+    return Traffic(reductions * (2 if strategy == "sharded_optimizer" else 1), gathers)
 
 
 def sent_bytes(
@@ -189,13 +174,7 @@ class Buckets(NamedTuple):
 def best_buckets(
     compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
 ) -> Buckets:
-    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o; the latency must not be 0.
-
-    Example:
-        >>> best = best_buckets(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
-        >>> round(best.num_buckets, 6), round(best.tail_s, 6), best.regime
-        (10.0, 0.12, 'communication-bound')
-    """
+    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o, which must not be 0."""
     send_s = num_bytes / bytes_per_s
     n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
@@ -311,10 +290,8 @@ def best_split(
     assumptions: Assumptions = DEFAULT,
 ) -> Split:
     """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
-    found = []
-    for tp in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
-        fsdp = num_devices // tp
-        found.append(Split(fsdp, tp, float(min_tokens(workload, rates(fsdp, tp), fsdp, tp, 1, assumptions))))
+    splits = [(num_devices // tp, tp) for tp in range(1, num_devices + 1) if num_devices % tp == 0]
+    found = [Split(*each, float(min_tokens(workload, rates(*each), *each, 1, assumptions))) for each in splits]
     return min(found, key=lambda split: split.tokens)
 
 
@@ -334,20 +311,12 @@ def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
 
     Raises:
         ValueError: If there are fewer than two different sizes, or times do not grow with sizes.
-
-    Example:
-        >>> fit = fit_sweep([1e6, 2e6, 4e6], [0.002, 0.003, 0.005])
-        >>> round(fit.latency_s, 9), round(fit.bytes_per_s / 1e9, 9)
-        (0.001, 1.0)
     """
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if len(set(size)) < 2:
         raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")
-    columns = np.stack([1 / time, size / time], axis=1)
-    scale = np.abs(columns).max(axis=0)  # microseconds against gigabytes: normalise both columns
-    solution, *_ = np.linalg.lstsq(columns / scale, np.ones_like(time), rcond=None)
-    latency, seconds_per_byte = solution / scale
+    seconds_per_byte, latency_s = np.polyfit(size, time, 1, w=1 / time)
     if seconds_per_byte <= 0:
         raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
-    residuals = columns @ (latency, seconds_per_byte) - 1
-    return Fit(float(latency), float(1 / seconds_per_byte), residuals)
+    residuals = (latency_s + seconds_per_byte * size) / time - 1
+    return Fit(float(latency_s), float(1 / seconds_per_byte), residuals)

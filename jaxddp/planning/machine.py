@@ -2,9 +2,8 @@
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
 of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. The numbers are those of ``chips.py``, except for TPU v5p: the compute-bound conditions are known
-with the scaling book's rounded 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three
-axes.
+what one axis does. For TPU v5p the compute-bound conditions are known with the scaling book's rounded 4.6e14 FLOP/s and
+2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
 
 References:
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
@@ -41,14 +40,11 @@ def network_of(
     latency_us: float | None = None,
     file: str | None = None,
 ) -> Network:
-    """A target's network.
-
-    Of a target with measured rates whose collectives were measured, it is these curves within a host, unless a speed
-    there or a latency is given. Otherwise it is two numbers: the published links, apart from what is given.
+    """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     Args:
         target: Chips and hosts.
-        gb_per_s: What a device sends within its host, or over all links of its torus.
+        gb_per_s: What a device sends within its host, or over all links of its torus; the published links if None.
         host_gb_per_s: What it sends to other hosts; unused on one host.
         latency_us: Microseconds per all-reduce call; 15 if None.
         file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own,
@@ -57,9 +53,10 @@ def network_of(
     Raises:
         ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
     """
-    chip, is_one = target.chip, target.num_hosts == 1 or target.platform == "tpu"
-    between = None if is_one else chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
-    per_host = None if is_one else target.devices_per_host
+    chip, between, per_host = target.chip, None, None
+    if target.num_hosts > 1 and target.platform == "gpu":
+        between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
+        per_host = target.devices_per_host
     if chip.is_measured and is_measured(chip.name) and gb_per_s is latency_us is file is None:
         file = "measured"
     if file is None:
@@ -85,23 +82,18 @@ def network_in_words(target: Target, network: Network) -> str:
     if network.curves:
         within = f"network: as measured, {network.source}"
     else:
-        is_published = network.gb_per_s == target.chip.link_gb_per_s
-        origin = "as published, at peak" if is_published else "as given"
+        origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
     if network.host_gb_per_s is None:
         return within
-    is_published = network.host_gb_per_s == target.chip.host_link_gb_per_s
-    return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {'as published' if is_published else 'as given'}"
+    origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
+    return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
 
 
 class Axes(NamedTuple):
-    """How many axes of a torus each kind of group spans.
+    """How many axes of a torus each kind of group spans, M_X, M_Y and M_R.
 
-    Attributes:
-        fsdp: M_X.
-        tp: M_Y.
-        dp: M_R.
-        is_exact: Whether the groups are products of whole axes; otherwise the counts are assumed.
+    ``is_exact`` is whether the groups are products of whole axes; otherwise the counts are assumed.
     """
 
     fsdp: int
@@ -148,10 +140,8 @@ class Cluster:
             for tensor parallelism, or all three for FSDP alone.
         """
         groups = [fsdp, tp, math.prod(self.torus) // (fsdp * tp)]
-        for assignment in itertools.product(range(3), repeat=len(self.torus)):
-            sides = [
-                [side for side, group in zip(self.torus, assignment, strict=True) if group == kind] for kind in range(3)
-            ]
+        for kinds in itertools.product(range(3), repeat=len(self.torus)):
+            sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
             if [math.prod(each) for each in sides] == groups:
                 # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
                 over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
@@ -191,24 +181,21 @@ def cluster_of(
     Raises:
         ValueError: If a number is out of range, or the chip has no published peak for the dtype.
     """
-    chip = target.chip
+    chip, is_torus = target.chip, target.platform == "tpu"
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    if flops_per_s is None and key not in chip.flops_per_s:
-        raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
-    is_torus = chip.platform == "tpu"
+    by_hand = flops_per_s is not None
+    if flops_per_s is None:
+        if key not in chip.flops_per_s:
+            raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
+        flops_per_s = _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key])
     if is_torus and host_gb_per_s is not None:
         raise ValueError(f"host_gb_per_s (={host_gb_per_s}) must be left out for {target.spec!r}, which is one torus")
     if gb_per_s is None and file is None:
         gb_per_s = _BOOK_GB_PER_S.get(chip.name)
     return Cluster(
-        name=target.spec,
-        num_devices=target.num_devices,
-        flops_per_s=flops_per_s
-        if flops_per_s is not None
-        else _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key]),
-        memory_bytes=chip.memory_bytes if memory_bytes is None else memory_bytes,
-        network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
-        torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
-        products=key if flops_per_s is None else "",
-        chip=chip if flops_per_s is None else None,
-    )
+        target.spec, target.num_devices, flops_per_s,
+        chip.memory_bytes if memory_bytes is None else memory_bytes,
+        network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
+        tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
+        "" if by_hand else key, None if by_hand else chip,
+    )  # fmt: skip

@@ -9,7 +9,8 @@ Norm gains are counted as if tensor parallelism split them too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from ..arguments import check_integer
 from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
@@ -48,7 +49,7 @@ class TrainingJob:
     sequence_length: int = 1
     stage: int = 3
     per_parameter: PerParameter = FP32
-    assumptions: Assumptions = field(default_factory=Assumptions)
+    assumptions: Assumptions = formulas.DEFAULT
     accumulation_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -168,28 +169,43 @@ def plan(job: TrainingJob) -> Plan:
     Raises:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
+    workload, cluster, element_bytes = job.workload, job.cluster, job.assumptions.element_bytes
     rates = _rates(job, *job.ranks[:2])
-    least = float(formulas.min_tokens(job.workload, rates, *job.ranks, job.assumptions))
+    least = float(formulas.min_tokens(workload, rates, *job.ranks, job.assumptions))
     tokens = _tokens(job, least)
     components = _bytes_per_device(job, tokens)
     steps = job.accumulation_steps or _fewest_steps(job, tokens, components)
-    components["activations"] /= steps or 1
+    num_microbatches = steps or 1
+    components["activations"] /= num_microbatches
+    rate, latency_s = gradient_rate(job)
+    backward_s = 2 * workload.flops_per_token * (tokens / num_microbatches) / (cluster.num_devices * rates.flops_per_s)
+    run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
+    is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus
     return Plan(
-        job=job,
-        tokens=tokens,
-        accumulation_steps=steps,
-        bytes_per_device=components,
-        min_devices=_min_devices(job, components),
-        min_tokens=least if math.isfinite(least) else None,
-        times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
-        best_split=formulas.best_split(
-            job.workload, lambda fsdp, tp: _rates(job, fsdp, tp), job.cluster.num_devices, job.assumptions
-        ),
-        buckets=_best_buckets(job, tokens / (steps or 1), rates.flops_per_s),
-        flops_per_s=rates.flops_per_s,
-        step=_step(job, tokens, steps or 1),
-        traffic_bytes={name: _traffic_bytes(job, name, steps or 1) for name in formulas.STRATEGIES},
-    )
+        job, tokens, steps, components, _min_devices(job, components), least if math.isfinite(least) else None,
+        formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions),
+        formulas.best_split(workload, partial(_rates, job), cluster.num_devices, job.assumptions),
+        formulas.best_buckets(
+            backward_s, workload.num_params / job.tp * element_bytes, rate, latency_s, len(workload.tensors)
+        ) if latency_s else None,
+        {name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
+        rates.flops_per_s, estimate(run) if run is not None and is_known else None,
+    )  # fmt: skip
+
+
+def gradient_rate(job: TrainingJob) -> tuple[float, float]:
+    """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call.
+
+    It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
+    the whole, is all-reduced over the R replicas.
+    """
+    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
+    shared, part = (1, job.fsdp) if job.stage else (2, 1)
+    seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
+    seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
+    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
+    rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
+    return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
@@ -202,27 +218,6 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> fl
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     num_params = job.workload.num_params / job.tp
     return float(formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
-
-
-def gradient_rate(job: TrainingJob) -> tuple[float, float]:
-    """Computes the cost of reducing a bucket.
-
-    A bucket is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at
-    stage 0 the whole, is all-reduced over the R replicas.
-
-    Returns:
-        ``(algorithm bandwidth in bytes per second, seconds per call)``; the bandwidth is inf if nothing is sent.
-    """
-    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
-    shared = 1 if job.stage else 2
-    part = job.fsdp if job.stage else 1
-    seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
-    seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
-    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
-    return (
-        1 / seconds_per_byte if seconds_per_byte else math.inf,
-        half_calls * job.cluster.network.latency_us * 1e-6 / 2,
-    )
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
@@ -245,26 +240,6 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run | None
     )  # fmt: skip
 
 
-def _step(job: TrainingJob, tokens: int, num_microbatches: int) -> StepTime | None:
-    run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
-    is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not job.cluster.torus
-    return estimate(run) if run is not None and is_known else None
-
-
-def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
-    """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
-    rate, latency_s = gradient_rate(job)
-    if not latency_s:
-        return None
-    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * flops_per_s)
-    most = len(job.workload.tensors)
-    return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s, most)
-
-
-def _gradient_bytes(job: TrainingJob) -> float:
-    return job.workload.num_params / job.tp * job.assumptions.element_bytes
-
-
 def _tokens(job: TrainingJob, least: float) -> int:
     """The given tokens, or the smallest compute-bound batch rounded up to whole sequences."""
     if job.tokens is not None:
@@ -277,32 +252,26 @@ def _tokens(job: TrainingJob, least: float) -> int:
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
-    """Bytes of a device by component, in one micro-batch."""
-    element_bytes, workload = job.assumptions.element_bytes, job.workload
+    """Bytes of a device by component, in one micro-batch.
+
+    The largest bucket by default is a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB.
+    """
+    workload, element_bytes = job.workload, job.assumptions.element_bytes
     state = formulas.state_bytes(workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     gathered = formulas.gathered_bytes(workload.unit_params, element_bytes, _GATHERED_UNITS, job.tp)
     kept = workload.kept_per_token, workload.kept_cut_per_token
+    if job.stage == 3:
+        bucket = max(workload.unit_params) * element_bytes / job.tp
+    else:
+        every = workload.num_params / job.tp * element_bytes
+        largest = max(workload.tensor_elements) * element_bytes / job.tp
+        bucket = min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, largest))
     return {
         **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
         "gathered_parameters": gathered if job.gathers else 0.0,
-        "gradient_buckets": _bucket_bytes(job),
+        "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
         "activations": float(formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp)),
     }
-
-
-def _bucket_bytes(job: TrainingJob) -> float:
-    """The largest bucket by default: a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB."""
-    if job.num_data_ranks == 1:
-        return 0.0
-    tensors, units, element_bytes = (
-        job.workload.tensor_elements,
-        job.workload.unit_params,
-        job.assumptions.element_bytes,
-    )
-    if job.stage == 3:
-        return max(units) * element_bytes / job.tp
-    every = _gradient_bytes(job)
-    return min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, max(tensors) * element_bytes / job.tp))
 
 
 def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -> int | None:
