@@ -160,14 +160,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
 # Reading
 
 
-def test_checkpoints_of_format_1_are_refused_by_name(tmp_path, trainer):
-    (tmp_path / "1" / "about").mkdir(parents=True)
-    with Checkpoints(tmp_path) as checkpoints:
-        (tmp_path / "1" / "about" / "metadata").write_text("{}")
-        for refused in (checkpoints.latest_step, lambda: check_restored(checkpoints, trainer, 1)):
-            assert "1/about/metadata' is of a checkpoint of format 1" in refusal(refused)
-
-
 @pytest.mark.parametrize("part", ["about.json", "state.npz"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, part):
     save(tmp_path, trainer, 1, 2)

@@ -1,17 +1,8 @@
-"""A training state on the host: every leaf in full and without padding, however the ranks hold it.
+"""A training state on the host: every leaf in full, in its own shape and without padding, however the ranks hold it.
 
-    =====================  ==========================  ===============================================
-    leaf                   over N ranks                on the host
-    =====================  ==========================  ===============================================
-    replicated             ``[shape]``                 ``[shape]``
-    sharded                ``Cut.global_shape``        ``[shape]``
-    of one owner           in ``[N * width]``          ``[shape]``
-    RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
-    =====================  ==========================  ===============================================
-
-Of parameters in a compute dtype, the masters are on the host, in their place: restoring casts them again.
-
-Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
+Keys are there as their words, unsigned integers ``[shape, words]``. Of parameters in a compute dtype, the masters are
+on the host, in their place: restoring casts them again. Names are those of the state, such as ``params.head.kernel``,
+``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
 """
 
 from __future__ import annotations
@@ -44,11 +35,7 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies a state to the host, leaf by leaf; to every host if several processes hold it.
-
-    Yields:
-        Name and full array of a leaf; arrays share no memory with each other or the state.
-    """
+    """Copies a state to every host, and yields name and full array leaf by leaf; they share no memory."""
     replicated = NamedSharding(_mesh(trainer), PartitionSpec())
     places = named_leaves(places_of(trainer, state))
     opt_state = _inner(state.opt_state)

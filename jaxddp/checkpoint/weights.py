@@ -1,13 +1,8 @@
 """Arrays in one ``.npz`` file, by name and without pickle: exported weights, and the states of checkpoints.
 
 Names are dotted paths. For PyTorch, torchref included, export the arrays of ``interop.to_numpy``, which have the names
-and layouts of a ``state_dict``:
-
-    params = host_state.host_params(trainer, state)          in full on the host, and on no device
-    export_weights("weights.npz", params)                    head.kernel [in, out]
-    export_weights("weights.npz", to_numpy(params))          head.weight [out, in]
-
-NumPy's format has no bfloat16 or smaller floats; weights are written as float32, which holds them exactly.
+and layouts of a ``state_dict``. NumPy's format has no bfloat16 or smaller floats; weights are written as float32, which
+holds them exactly.
 """
 
 from __future__ import annotations
@@ -82,8 +77,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays; of dtypes that NumPy does not have, such as bfloat16, the bytes."""
-    # Not np.savez: it reserves some names, and pickles unknown types.
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w") as archive:  # np.savez reserves some names, and pickles unknown types
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
@@ -91,9 +85,10 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def read_arrays(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
     """Reads arrays, all if ``names`` is None; dtypes that NumPy does not have are those of their bytes."""
-    arrays = {}
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist() if names is None else [f"{name}.npy" for name in names]:
-            with archive.open(name) as member:
-                arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+        names = [name.removesuffix(".npy") for name in archive.namelist()] if names is None else names
+        arrays = {}
+        for name in names:
+            with archive.open(f"{name}.npy") as member:
+                arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
     return arrays

@@ -38,10 +38,9 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, sock
         ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
             timeout, this one is refused, or they disagree.
     """
-    deadline = time.monotonic() + timeout_s
     if job.process_id == 0:
-        return _Meeting(job, alike).wait(deadline, timeout_s)
-    return {0: _report(job, alike, deadline, timeout_s)}
+        return _Meeting(job, alike).wait(timeout_s)
+    return {0: _report(job, alike, timeout_s)}
 
 
 def address_here(job: Job, connections: Mapping[int, socket.socket]) -> str | None:
@@ -55,13 +54,9 @@ def address_here(job: Job, connections: Mapping[int, socket.socket]) -> str | No
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
-    """Compares what processes, or what ``who`` calls them, bring: entries that must be the same in all; JSON values.
+    """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
 
-    ``numbers`` are those of the processes, from 0 if None.
-
-    Returns:
-        One line about the first entry that differs, which names all processes that differ from the first; empty if
-        none does.
+    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
 
     Example:
         >>> disagreement([{"jax": 1}, {"jax": 2}, {"jax": 2}])
@@ -92,8 +87,8 @@ class _Meeting:
         self._came: dict[int, Mapping[str, Any]] = {0: alike}
         self._connections: dict[int, socket.socket] = {}
 
-    def wait(self, deadline: float, timeout_s: float) -> dict[int, socket.socket]:
-        job = self._job
+    def wait(self, timeout_s: float) -> dict[int, socket.socket]:
+        job, deadline = self._job, time.monotonic() + timeout_s
         try:
             listener = job.listen()
         except OSError as error:
@@ -108,10 +103,9 @@ class _Meeting:
                     threading.Thread(target=self._hear, args=listener.accept()[:1], daemon=True).start()
         with self._lock:
             self._is_over = True
-        missing = [str(number) for number in range(job.num_processes) if number not in self._came]
         numbers = sorted(self._came)
         fault = disagreement([self._came[number] for number in numbers], numbers=numbers)
-        if missing:
+        if missing := [str(number) for number in range(job.num_processes) if number not in self._came]:
             missed = f"process {', '.join(missing)} of {job.num_processes}"
             fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
         for connection in self._connections.values():
@@ -123,10 +117,14 @@ class _Meeting:
         return self._connections
 
     def _hear(self, caller: socket.socket) -> None:
+        number, alike = 0, {}
         try:
-            number, alike, refusal = _introduction(_read_line(caller, time.monotonic() + _HELLO_S), self._job)
+            number, alike = _introduction(_read_line(caller, _HELLO_S), self._job)
+            refusal = ""
         except OSError:
-            number, alike, refusal = 0, {}, f"must say within {_HELLO_S:g} s which process of the job it is"
+            refusal = f"must say within {_HELLO_S:g} s which process of the job it is"
+        except ValueError as error:
+            refusal = str(error)
         with self._lock:
             if not refusal and (self._is_over or number in self._came):
                 refusal = f"process_id (={number}) must be one process's: two have joined under it"
@@ -139,8 +137,8 @@ class _Meeting:
             _answer(caller, refusal)
 
 
-def _introduction(line: str, job: Job) -> tuple[int, Mapping[str, Any], str]:
-    """The number of the process that says this, what it brings, and why it is refused, if it is."""
+def _introduction(line: str, job: Job) -> tuple[int, Mapping[str, Any]]:
+    """The number of the process that says this, and what it brings; raises a ValueError if it is refused."""
     try:
         said = json.loads(line)
         token, number, count, alike = (said[name] for name in ("token", "process_id", "num_processes", "alike"))
@@ -148,12 +146,12 @@ def _introduction(line: str, job: Job) -> tuple[int, Mapping[str, Any], str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_known = False
     if not is_known or type(number) is not int or type(count) is not int or not isinstance(alike, dict):
-        return 0, {}, "is no process of this job"
+        raise ValueError("is no process of this job")
     if count != job.num_processes:
-        return 0, {}, f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0"
+        raise ValueError(f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0")
     if not 0 < number < count:
-        return 0, {}, f"process_id (={number}) must be above 0 and below {count}"
-    return number, alike, ""
+        raise ValueError(f"process_id (={number}) must be above 0 and below {count}")
+    return number, alike
 
 
 def _answer(connection: socket.socket, line: str) -> None:
@@ -161,33 +159,33 @@ def _answer(connection: socket.socket, line: str) -> None:
         connection.sendall(f"{line}\n".encode())
 
 
-def _report(job: Job, alike: Mapping[str, Any], deadline: float, timeout_s: float) -> socket.socket:
+def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> socket.socket:
     """Says to process 0 that this process is there."""
+    deadline = time.monotonic() + timeout_s
     said = {"token": job.token, "process_id": job.process_id, "num_processes": job.num_processes, "alike": alike}
     while True:
-        remaining = max(0.001, deadline - time.monotonic())
-        connection = None
+        connection, remaining = None, max(0.001, deadline - time.monotonic())
         try:
             connection = socket.create_connection((job.host, job.port), timeout=remaining)
             connection.sendall(f"{json.dumps(said)}\n".encode())
-            error = _read_line(connection, deadline + 5)  # process 0 names those that are missing
+            fault = _read_line(connection, remaining + 5)  # process 0 names those that are missing
             break
-        except OSError as error_:
+        except OSError as error:
             if connection is not None:
                 connection.close()
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error_}"
-                ) from error_
+                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error}"
+                ) from error
             time.sleep(_RETRY_S)
-    if error:
+    if fault:
         connection.close()
-        raise ValueError(error)
+        raise ValueError(fault)
     return connection
 
 
-def _read_line(connection: socket.socket, deadline: float) -> str:
-    line = b""
+def _read_line(connection: socket.socket, within_s: float) -> str:
+    line, deadline = b"", time.monotonic() + within_s
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(1)  # what follows the line is for whoever gets the connection
