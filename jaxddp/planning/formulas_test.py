@@ -84,7 +84,7 @@ def test_the_least_batch_is_where_the_times_meet(workload, ranks):
         return found.compute_s >= found.communication_s(assumed)
 
     for assumed in ASSUMED:
-        least = float(min_tokens(workload, MACHINE, *ranks, assumed))
+        least = min_tokens(workload, MACHINE, *ranks, assumed)
         if math.isinf(least):
             assert not is_compute_bound(1e15, assumed)
             continue

@@ -171,7 +171,7 @@ def plan(job: TrainingJob) -> Plan:
     """
     workload, cluster, element_bytes = job.workload, job.cluster, job.assumptions.element_bytes
     rates = _rates(job, *job.ranks[:2])
-    least = float(formulas.min_tokens(workload, rates, *job.ranks, job.assumptions))
+    least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
     tokens = _tokens(job, least)
     components = _bytes_per_device(job, tokens)
     steps = job.accumulation_steps or _fewest_steps(job, tokens, components)
@@ -201,8 +201,8 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     """
     rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
     shared, part = (1, job.fsdp) if job.stage else (2, 1)
-    seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
-    seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
+    seconds_per_byte = shared * ring(job.fsdp) / rates.fsdp_bytes_per_s
+    seconds_per_byte += 2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)
     half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
     rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
     return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
@@ -217,7 +217,7 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> fl
     element_bytes = job.assumptions.element_bytes
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     num_params = job.workload.num_params / job.tp
-    return float(formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
+    return formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
@@ -267,10 +267,10 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         largest = max(workload.tensor_elements) * element_bytes / job.tp
         bucket = min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, largest))
     return {
-        **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
+        **state._asdict(),
         "gathered_parameters": gathered if job.gathers else 0.0,
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
-        "activations": float(formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp)),
+        "activations": formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp),
     }
 
 
@@ -278,7 +278,7 @@ def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -
     """Fewest micro-batches of equal size that fit; None if no number does."""
     most = tokens // job.least_tokens
     others = sum(components.values()) - components["activations"]
-    least = float(formulas.least_ranks(components["activations"], others, job.cluster.memory_bytes))
+    least = formulas.least_ranks(components["activations"], others, job.cluster.memory_bytes)
     if least > most:
         return None
     return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
@@ -289,5 +289,5 @@ def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     whole = formulas.state_bytes(num_params, job.stage, math.inf, job.held).total  # what no rank shares
     cut = num_params * job.held.total - whole
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
-    ranks = float(formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
+    ranks = formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes)
     return int(ranks) * job.tp if math.isfinite(ranks) else None
