@@ -136,24 +136,19 @@ class CheckpointFolder(abc.ABC):
 
     def _on_first(self, function: Callable[[], T]) -> T:
         """Runs a function in process 0, which gives JSON; all get it, or raise what it raises."""
-        process, num_processes = self._place
-        if num_processes == 1:
+        if self._place[1] == 1:
             return function()
-        if process:
-            answer = json.loads(self._exchange("null")[0])
-            if "raised" in answer:
-                raise _error_of(*answer["raised"])
-            return answer["found"]
+        raised: Exception | None = None
         said: dict[str, Any] = {"raised": ("OSError", f"{self.one} 0 was interrupted")}
         try:
-            found = function()
-            said = {"found": found}
-            return found
+            said = {"found": function() if self._place[0] == 0 else None}
         except Exception as error:
-            said = {"raised": _described(error)}
-            raise
+            raised, said = error, {"raised": _described(error)}
         finally:
-            self._exchange(json.dumps(said))
+            answer = json.loads(self._exchange(json.dumps(said))[0])
+        if "raised" in answer:
+            raise raised or _error_of(*answer["raised"])
+        return answer["found"]
 
     def _on_each(self, function: Callable[[], T]) -> T:
         """Runs a function in all processes; if one raises, all raise, and say which if it is not all of them."""

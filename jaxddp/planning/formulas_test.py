@@ -92,25 +92,7 @@ def test_the_least_batch_is_where_the_times_meet(workload, ranks):
         assert least == 0 or not is_compute_bound(least * (1 - 1e-9), assumed)
 
 
-def test_times_are_those_of_the_collectives_that_they_stand_for():
-    """Bytes that the ranks of each group really pass on over their rings, pass by pass."""
-    model, tokens, (x, y, r) = MODELS[0], 4096, (4, 2, 3)
-    found = times(model, MACHINE, tokens, x, y, r, Assumptions(passes="both", ring_factors=True))
-    shard_bytes = 2 * model.num_params / (x * y)
-    gather = (x - 1) * shard_bytes  # a rank passes x - 1 shards on to gather, and as many to scatter
-    assert found.fsdp_s == pytest.approx(3 * gather / 3e11, rel=1e-12)  # rounding, as below
-    local_tokens = tokens / (x * r)
-    part = 2 * local_tokens * model.summed_per_token / y
-    assert found.tp_s == pytest.approx(2 * 2 * (y - 1) * part / 2e11, rel=1e-12)  # twice there and back
-    assert found.dp_s == pytest.approx(2 * (r - 1) * shard_bytes / r / 1e11, rel=1e-12)
-    assert found.compute_s == pytest.approx(3 * model.flops_per_token * local_tokens / y / 4e14, rel=1e-12)
-
-
-def test_a_sweep_gives_back_the_two_numbers_it_was_made_of():
-    sizes = np.array([1e3, 1e6, 1e9])
-    fit = fit_sweep(sizes, 2e-4 + sizes / 4e9)
-    assert fit.latency_s == pytest.approx(2e-4, rel=1e-9) and fit.bytes_per_s == pytest.approx(4e9, rel=1e-9)
-    assert max(abs(fit.residuals)) < 1e-9
+def test_a_sweep_without_sizes_or_growing_times_is_refused():
     for sizes, seconds in (([1e6], [1e-3]), ([1e6, 1e6], [1e-3, 2e-3]), ([1e6, 2e6], [2e-3, 1e-3])):
         with pytest.raises(ValueError, match="two different sizes|must grow"):
             fit_sweep(sizes, seconds)
