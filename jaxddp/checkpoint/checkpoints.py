@@ -38,21 +38,6 @@ class Checkpoints(CheckpointFolder):
 
     All processes of a job call ``reserve``, ``latest_step``, ``save``, ``restore`` and ``restore_params``, and all
     raise the same.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, optax, jaxddp
-        >>> def loss_fn(params, batch):
-        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> params = {"w": jnp.zeros((3, 1))}
-        >>> batch = {"x": jnp.ones((12, 3)), "y": jnp.ones((12, 1))}
-        >>> on_4 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
-        >>> on_3 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(3))
-        >>> with tempfile.TemporaryDirectory() as folder, jaxddp.Checkpoints(folder) as checkpoints:
-        ...     state, _ = on_4.step(on_4.init(params), batch)
-        ...     checkpoints.save(on_4, state, data_position=12)
-        ...     state, data_position = checkpoints.restore(on_3, params)
-        >>> int(state.step), data_position
-        (1, 12)
     """
 
     package = "jaxddp"
@@ -67,8 +52,7 @@ class Checkpoints(CheckpointFolder):
             data_position: Where to continue in the data, as a JSON value.
 
         Raises:
-            ValueError: If the state was donated, another job saves into the folder, it has a checkpoint of this or a
-                later step or something else of that name, or the position is not JSON.
+            ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
             FloatingPointError: If parameters, or arrays of the optimizer state, hold NaN or infinity.
             OSError: If it cannot be written; older checkpoints stay.
         """
@@ -110,8 +94,7 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
-                damaged, or written by another version; or if a process cannot read what process 0 reads. Checkpoints
-                are never changed.
+                damaged, or written by another version; or if a process cannot read what process 0 reads.
             OSError: If it cannot be read.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -128,20 +111,11 @@ class Checkpoints(CheckpointFolder):
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
 
-        Args:
-            params: Parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``. What else the
-                checkpoint has is left there. Dtypes may be wider than those saved, never narrower.
-            model_state: The model's state, which is restored too.
-            step: Of the checkpoint; the newest that is not damaged for process 0 if None.
+        Arguments and errors are those of ``restore``; what else the checkpoint has is left there.
 
         Returns:
             A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``; with a ``model_state``
             that tree and one like it.
-
-        Raises:
-            ValueError: If a leaf is missing in the checkpoint, has another shape or a wider dtype there, or as
-                ``restore``.
-            OSError: If it cannot be read.
         """
         about = self._agree(step)
         tree = {"params": params} if model_state is None else {"params": params, "model_state": model_state}

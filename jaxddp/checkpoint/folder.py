@@ -61,10 +61,6 @@ class CheckpointFolder(abc.ABC):
                 left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
-
-        Raises:
-            ValueError: If ``keep`` is not positive, or the folder is a file or "".
-            OSError: If it cannot be created.
         """
         check_function("warn", warn, "a function of a line")
         self._keep, self._warn = check_integer("keep", keep), warn
@@ -83,12 +79,7 @@ class CheckpointFolder(abc.ABC):
         self.close()
 
     def reserve(self) -> None:
-        """Locks the folder until ``close``, as ``save`` does, so that no other job saves there. All processes call it.
-
-        Raises:
-            ValueError: If another job has locked it.
-            OSError: If it cannot be written.
-        """
+        """Locks the folder until ``close``, as ``save`` does; raises a ValueError if another job has. All call it."""
         self._on_first(self._lock)
 
     def close(self) -> None:
@@ -111,13 +102,9 @@ class CheckpointFolder(abc.ABC):
         return self._on_first(lambda: max(self.steps(), default=None))
 
     def about(self, step: int | None = None) -> dict[str, Any]:
-        """Describes a checkpoint without reading its arrays; needs no other process.
+        """Describes a checkpoint, the newest that can be read if None, without its arrays; needs no other process.
 
-        Args:
-            step: Of the checkpoint; the newest that can be read if None.
-
-        Returns:
-            ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
+        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
 
         Raises:
             ValueError: If there is no such checkpoint, or it is damaged or written by another version.

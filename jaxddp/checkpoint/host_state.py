@@ -46,31 +46,16 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
-    """Copies the full parameters to the host, leaf by leaf; in one process no device holds more than its shards.
+    """Copies the full parameters to the host, as NumPy arrays in the tree that ``Trainer.init`` was given.
 
-    Returns:
-        NumPy arrays, in the tree that ``Trainer.init`` was given.
-
-    Example:
-        >>> import optax, jaxddp
-        >>> strategy = jaxddp.zero3(min_shard_elements=0)
-        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.sgd(0.1), strategy, jaxddp.data_mesh(4))
-        >>> host_params(trainer, trainer.init({"w": jnp.ones((2, 3))}))
-        {'w': array([[1., 1., 1.],
-               [1., 1., 1.]], dtype=float32)}
+    They go leaf by leaf: in one process no device holds more than its shards.
     """
     check_state(state)
     return jax.tree.map(_to_host, *trainer.masters(state))
 
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
-    """Inverts ``to_host``, for the ranks and strategy of any trainer.
-
-    Args:
-        trainer: The trainer that gets the state.
-        state: From its ``abstract_state``.
-        arrays: By name, the same in every process, with dtypes no wider than the state's.
-    """
+    """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
     mesh, layout = _mesh(trainer), trainer.layout(state)
     places, owners = places_of(trainer, state), layout.owners
     owned = set()

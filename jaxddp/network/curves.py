@@ -59,32 +59,20 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks.
-
-    Attributes:
-        gb_per_s: 10^9 bytes per second that a rank can send within its host.
-        latency_us: Microseconds per all-reduce call; other collectives have half of it.
-        host_gb_per_s: What a rank can send to other hosts; ``gb_per_s`` when None.
-        devices_per_host: Ranks per host; all of them when None.
-        curves: Measured times within a host; empty if the numbers above are all that is known.
-        fabric: Measured times over hosts, with the number of hosts in place of that of ranks.
-        source: Where the curves come from, in words.
-
-    Raises:
-        ValueError: If a number is out of range.
+    """What connects the ranks; raises a ValueError if a number is out of range.
 
     Example:
         >>> round(Network(gb_per_s=50, latency_us=15).seconds("all-reduce", 10**9, range(8)), 6)
         0.035015
     """
 
-    gb_per_s: float
-    latency_us: float = DEFAULT_LATENCY_US
-    host_gb_per_s: float | None = None
-    devices_per_host: int | None = None
-    curves: Curves = field(default_factory=dict, repr=False, hash=False)
-    fabric: Curves = field(default_factory=dict, repr=False, hash=False)
-    source: str = ""
+    gb_per_s: float  # 10^9 bytes per second that a rank can send within its host
+    latency_us: float = DEFAULT_LATENCY_US  # per all-reduce call; other collectives have half of it
+    host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
+    devices_per_host: int | None = None  # all of them when None
+    curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
+    fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
+    source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
         check_positive("network gb_per_s", self.gb_per_s)

@@ -36,23 +36,20 @@ _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
 
 
 class Line(NamedTuple):
-    """A size: of the full buffer, its dtype as NCCL spells it, microseconds of a call, and how many values are wrong.
+    """A size."""
 
-    ``num_wrong`` is 0 where nothing was checked, or an older release prints the largest error.
-    """
-
-    num_bytes: int
-    dtype: str
-    time_us: float
-    num_wrong: int
+    num_bytes: int  # of the full buffer
+    dtype: str  # as NCCL spells it
+    time_us: float  # of a call
+    num_wrong: int  # values; 0 where nothing was checked, or an older release prints the largest error
 
 
 @dataclass
 class Output:
-    """What one program printed: its collective, its ranks' GPUs, their hosts, sizes, and how many values were wrong."""
+    """What one program printed."""
 
     collective: str = ""
-    gpus: dict[str, str] = field(default_factory=dict)
+    gpus: dict[str, str] = field(default_factory=dict)  # of its ranks
     hosts: set[str] = field(default_factory=set)
     lines: list[Line] = field(default_factory=list)
     num_wrong: int = 0

@@ -19,29 +19,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device.
-
-    Attributes:
-        name: As in a spec.
-        device_kinds: The whole names that drivers and JAX give to it; an H100 PCIe is another chip.
-        platform: ``"gpu"`` or ``"tpu"``, as in JAX.
-        flops_per_s: Peak by dtype, as far as published: ``"float32"`` of the vector units, others of the matrix units.
-        link_gb_per_s: What a device can send within its host (NVLink) or slice (all links of the torus), GB/s.
-        host_link_gb_per_s: What a device can send to other hosts, GB/s: over its NIC, or the links of the torus.
-        devices_per_host: Devices of a full host.
-        is_measured: Whether ``products.py`` has measured rates for it that count in place of its peaks.
-    """
+    """One kind of device."""
 
     name: str
-    device_kinds: tuple[str, ...]
-    platform: str
-    flops_per_s: Mapping[str, float]
+    device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
+    platform: str  # "gpu" or "tpu", as in JAX
+    flops_per_s: Mapping[
+        str, float
+    ]  # published peaks by dtype: "float32" of the vector units, others of the matrix units
     memory_bytes_per_s: float
     memory_bytes: int
-    link_gb_per_s: float
-    host_link_gb_per_s: float
-    devices_per_host: int
-    is_measured: bool = False
+    link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
+    host_link_gb_per_s: float  # what it can send to other hosts: over its NIC, or the links of the torus
+    devices_per_host: int  # of a full host
+    is_measured: bool = False  # whether ``products.py`` has measured rates for it that count in place of its peaks
 
     @property
     def matmul_float32(self) -> str:

@@ -52,46 +52,24 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A data-parallel training run on one kind of chip.
-
-    Attributes:
-        chip: With its rates: ``as_measured``, or published peaks.
-        products: The dtype in which products are computed, as in ``Chip.flops_per_s``.
-        tokens: Of a rank in one micro-batch.
-        strategy: One of ``formulas.STRATEGIES``.
-        bucket_mb: MiB of a bucket.
-        element_bytes: Of an activation, and of a gathered parameter.
-        gradient_bytes: Of a gradient on the wire.
-        is_compiled: Whether operations are fused, and launched without the host.
-    """
+    """A data-parallel training run on one kind of chip."""
 
     workload: Workload
-    chip: Chip
-    products: str
+    chip: Chip  # with its rates: ``as_measured``, or published peaks
+    products: str  # the dtype in which products are computed, as in ``Chip.flops_per_s``
     network: Network
     num_ranks: int
-    tokens: int
+    tokens: int  # of a rank in one micro-batch
     num_microbatches: int = 1
-    strategy: str = "bucketed"
+    strategy: str = "bucketed"  # one of ``formulas.STRATEGIES``
     bucket_mb: float = DEFAULT_BUCKET_MB
-    element_bytes: int = 2
-    gradient_bytes: int = 4
-    is_compiled: bool = True
+    element_bytes: int = 2  # of an activation, and of a gathered parameter
+    gradient_bytes: int = 4  # of a gradient on the wire
+    is_compiled: bool = True  # whether operations are fused, and launched without the host
 
 
 def estimate(run: Run) -> StepTime:
-    """Estimates one step.
-
-    Example:
-        >>> from ..network import measured
-        >>> from .chips import CHIPS
-        >>> from .products import as_measured
-        >>> from .workload import transformer
-        >>> model = transformer(32_000, 4096, 4096, 32, 32, 11_008, attention="flash")
-        >>> run = Run(model, as_measured(CHIPS["h100"]), "bfloat16", measured("h100:8"), 8, 8192, strategy="zero3")
-        >>> round(estimate(run).step_s, 1)
-        0.6
-    """
+    """Estimates one step."""
     work, again = run.workload, run.workload.recomputed
     products_s, moved_s, mix_s = product_seconds(run), _moved_seconds(run), _attention_seconds(run, 2)
     forward_s = _launched(run, products_s + mix_s + moved_s, 1)

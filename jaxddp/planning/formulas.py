@@ -194,19 +194,12 @@ class DeviceRates(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of the compute-bound conditions.
+    """Assumptions of the compute-bound conditions."""
 
-    Attributes:
-        passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        overlapped_axes: Whether collectives of FSDP, TP and DP run at the same time.
-        ring_factors: Whether r(n) is (n-1)/n instead of 1.
-        element_bytes: e.
-    """
-
-    passes: str = "forward"
-    overlapped_axes: bool = False
-    ring_factors: bool = False
-    element_bytes: float = 2
+    passes: str = "forward"  # or "backward", or "both"
+    overlapped_axes: bool = False  # whether collectives of FSDP, TP and DP run at the same time
+    ring_factors: bool = False  # whether r(n) is (n-1)/n instead of 1
+    element_bytes: float = 2  # e
 
     def ring(self, num_ranks: float) -> float:
         """r(n); 0 for a group of one, which sends nothing."""
@@ -291,21 +284,17 @@ def best_split(
 
 
 class Fit(NamedTuple):
-    """Latency o and algorithm bandwidth w of a sweep, and residuals: fitted over measured time, minus 1.
-
-    A negative latency means that the model does not describe the sweep.
-    """
+    """Of a sweep; a negative latency means that the model does not describe it."""
 
     latency_s: float
     bytes_per_s: float
-    residuals: np.ndarray
+    residuals: np.ndarray  # fitted over measured time, minus 1
 
 
 def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
-    """Fits ``t = o + S / w`` to a sweep of sizes, by relative error: times span three decades.
+    """Fits ``t = o + S / w`` by relative error: times span three decades.
 
-    Raises:
-        ValueError: If there are fewer than two different sizes, or times do not grow with sizes.
+    Raises a ValueError if there are fewer than two different sizes, or times do not grow with sizes.
     """
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if len(set(size)) < 2:

@@ -104,29 +104,16 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices to plan for.
+    """Devices to plan for; raises a ValueError if a number is out of range."""
 
-    Attributes:
-        name: A target spec, as in ``--target``.
-        flops_per_s: Peak of one device, for the planned dtype.
-        memory_bytes: Of one device.
-        network: What a device sends; on a torus, over one of its axes.
-        torus: Sides; empty on GPUs.
-        products: The dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand.
-        chip: Of the devices, with its rates; None if ``flops_per_s`` was set by hand.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
-
-    name: str
+    name: str  # a target spec
     num_devices: int
-    flops_per_s: float
-    memory_bytes: float
-    network: Network
-    torus: tuple[int, ...] = ()
-    products: str = ""
-    chip: Chip | None = None
+    flops_per_s: float  # peak of one device, for the planned dtype
+    memory_bytes: float  # of one device
+    network: Network  # what a device sends; on a torus, over one of its axes
+    torus: tuple[int, ...] = ()  # sides; empty on GPUs
+    products: str = ""  # the dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand
+    chip: Chip | None = None  # with its rates; None if ``flops_per_s`` was set by hand
 
     def __post_init__(self) -> None:
         check_positive("flops_per_s", self.flops_per_s)
@@ -135,9 +122,7 @@ class Cluster:
     def axes(self, fsdp: int, tp: int) -> Axes:
         """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
 
-        Returns:
-            Whole axes whose sides multiply to the group sizes, if there are any. Otherwise two axes for FSDP and one
-            for tensor parallelism, or all three for FSDP alone.
+        If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
         """
         groups = [fsdp, tp, math.prod(self.torus) // (fsdp * tp)]
         for kinds in itertools.product(range(3), repeat=len(self.torus)):
@@ -176,10 +161,8 @@ def cluster_of(
 ) -> Cluster:
     """Makes the cluster of a target: its published numbers, apart from what is given.
 
-    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis.
-
-    Raises:
-        ValueError: If a number is out of range, or the chip has no published peak for the dtype.
+    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis. Raises a
+    ValueError if a number is out of range, or the chip has no published peak for the dtype.
     """
     chip, is_torus = target.chip, target.platform == "tpu"
     key = chip.matmul_float32 if dtype == "float32" else dtype

@@ -28,29 +28,20 @@ _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 class TrainingJob:
     """What to plan: a model on a cluster, used in one way.
 
-    Attributes:
-        fsdp: X.
-        tp: Y.
-        tokens: B, tokens per step; None for the smallest compute-bound batch.
-        sequence_length: Tokens that must stay on one rank; 1 for a model without sequences.
-        stage: ZeRO stage: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
-        accumulation_steps: K, micro-batches per step; None for the fewest that fit.
-
-    Raises:
-        ValueError: If a number is out of range, the ranks do not divide the devices, or the tokens do not divide into
-            whole sequences per data rank and micro-batch.
+    Raises a ValueError if a number is out of range, the ranks do not divide the devices, or the tokens do not divide
+    into whole sequences per data rank and micro-batch.
     """
 
     workload: Workload
     cluster: Cluster
-    fsdp: int
-    tp: int = 1
-    tokens: int | None = None
-    sequence_length: int = 1
-    stage: int = 3
+    fsdp: int  # X
+    tp: int = 1  # Y
+    tokens: int | None = None  # B, per step; None for the smallest compute-bound batch
+    sequence_length: int = 1  # tokens that must stay on one rank; 1 for a model without sequences
+    stage: int = 3  # of ZeRO: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
     per_parameter: PerParameter = FP32
     assumptions: Assumptions = formulas.DEFAULT
-    accumulation_steps: int | None = None
+    accumulation_steps: int | None = None  # K, micro-batches per step; None for the fewest that fit
 
     def __post_init__(self) -> None:
         for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
@@ -108,32 +99,20 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job.
-
-    Attributes:
-        tokens: B.
-        accumulation_steps: K; None if no number of micro-batches fits.
-        min_devices: Fewest devices with this Y and this micro-batch per rank; None if none fit.
-        min_tokens: Smallest compute-bound batch, not rounded; None if there is none.
-        times: Seconds of each kind of work in one micro-batch.
-        buckets: The best buckets of a micro-batch's gradients; None if none are reduced, or a call has no latency.
-        traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
-        flops_per_s: At which a device computes the products of a forward.
-        step: The estimate of a step; None with tensor parallelism, replicas of shards, on a torus or by hand.
-    """
+    """The plan of a job."""
 
     job: TrainingJob
-    tokens: int
-    accumulation_steps: int | None
+    tokens: int  # B
+    accumulation_steps: int | None  # K; None if no number of micro-batches fits
     bytes_per_device: dict[str, float]
-    min_devices: int | None
-    min_tokens: float | None
-    times: Times
+    min_devices: int | None  # fewest with this Y and this micro-batch per rank; None if none fit
+    min_tokens: float | None  # smallest compute-bound batch, not rounded; None if there is none
+    times: Times  # of one micro-batch
     best_split: Split
-    buckets: Buckets | None
-    traffic_bytes: dict[str, float]
-    flops_per_s: float
-    step: StepTime | None
+    buckets: Buckets | None  # best of a micro-batch's gradients; None if none are reduced, or a call has no latency
+    traffic_bytes: dict[str, float]  # that each rank sends per step to data-parallel peers, by strategy
+    flops_per_s: float  # at which a device computes the products of a forward
+    step: StepTime | None  # None with tensor parallelism, replicas of shards, on a torus or by hand
 
     @property
     def total_bytes(self) -> float:

@@ -43,13 +43,7 @@ KERNEL_S = 1e-6
 
 
 def as_measured(chip: Chip) -> Chip:
-    """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks.
-
-    Example:
-        >>> from .chips import CHIPS
-        >>> round(product_rate(as_measured(CHIPS["h100"]), "bfloat16", (1, 1024, 1024, 1024)) / 1e12)
-        253
-    """
+    """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks."""
     return replace(chip, is_measured=chip.name in _measurements()["best"])
 
 
@@ -86,13 +80,7 @@ def attention_rate(chip: Chip, dtype: str) -> float:
 
 
 def rates_in_words(chip: Chip) -> str:
-    """Says which rates a chip has.
-
-    Example:
-        >>> from .chips import CHIPS
-        >>> rates_in_words(CHIPS["v5p"])
-        'rates, assumed: published peaks of products and memory'
-    """
+    """Says which rates a chip has."""
     if not chip.is_measured:
         return "rates, assumed: published peaks of products and memory"
     by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []

@@ -54,32 +54,19 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Counts of one model.
+    """Counts of one model; elements are per token of a forward."""
 
-    Attributes:
-        tensors: Names and shapes of the parameters, in forward order.
-        unit_tensors: Number of tensors of each unit that zero3 gathers at once.
-        flops_per_token: FLOPs of the forward.
-        summed_per_token: Elements that tensor parallelism all-reduces in the forward.
-        kept_per_token: Elements kept for the backward in full on every tensor-parallel rank.
-        kept_cut_per_token: Elements kept for the backward that are split over tensor-parallel ranks.
-        products: How many matrices of inputs x outputs each token is multiplied with.
-        moved_per_token: Elements that memory-bound kernels of a fused forward read and write.
-        moved_unfused_per_token: The same without fusion.
-        recomputed: Share of the forward's products that the backward computes again.
-    """
-
-    tensors: Shapes
-    unit_tensors: tuple[int, ...]
+    tensors: Shapes  # names and shapes of the parameters, in forward order
+    unit_tensors: tuple[int, ...]  # number of tensors of each unit that zero3 gathers at once
     flops_per_token: int
-    summed_per_token: int
-    kept_per_token: int
-    kept_cut_per_token: int
-    products: tuple[tuple[int, int, int], ...] = ()
+    summed_per_token: int  # elements that tensor parallelism all-reduces
+    kept_per_token: int  # elements kept for the backward in full on every tensor-parallel rank
+    kept_cut_per_token: int  # those that are split over tensor-parallel ranks
+    products: tuple[tuple[int, int, int], ...] = ()  # how many matrices of inputs x outputs a token is multiplied with
     attention: Attention | None = None
-    moved_per_token: int = 0
+    moved_per_token: int = 0  # elements that memory-bound kernels of a fused forward read and write
     moved_unfused_per_token: int = 0
-    recomputed: float = 0.0
+    recomputed: float = 0.0  # share of the forward's products that the backward computes again
 
     @cached_property
     def tensor_elements(self) -> tuple[int, ...]:
