@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from . import flax as flax
     from . import network as network
     from . import parity as parity
-    from .checkpoint import Checkpoints as Checkpoints
+    from .checkpoint.checkpoints import Checkpoints as Checkpoints
     from .clipping import clip_by_global_norm as clip_by_global_norm
     from .communication import hooks as hooks
     from .communication.buckets import BucketPlan as BucketPlan
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from .zero.shard_optimizer import sharded_specs as sharded_specs
 
 _NAMES = {
-    ".checkpoint": ("Checkpoints",),
+    ".checkpoint.checkpoints": ("Checkpoints",),
     ".network": ("Network",),
     ".communication.buckets": ("BucketPlan", "TensorSpec", "plan_buckets"),
     ".mesh": ("data_mesh", "simulate_devices"),

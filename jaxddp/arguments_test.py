@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxddp
 from jaxddp.arguments import check_integer
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.weights import load_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce

@@ -30,7 +30,7 @@ jaxddp.start_process(address, 2, process_id)
 from jax.experimental import multihost_utils
 from jaxddp.training import placement
 from jaxddp.checkpoint import host_state
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.checkpoints_test import BATCH, batch_of, make, make_params
 from jaxddp.checkpoint.host_state import host_params
 

@@ -38,6 +38,7 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
         ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
             timeout, this one is refused, or they disagree.
     """
+    alike = {"num_processes": job.num_processes, **alike}
     if job.process_id == 0:
         return _Meeting(job, alike).wait(timeout_s)
     return {0: _report(job, alike, timeout_s)}
@@ -119,46 +120,33 @@ class _Meeting:
         return self._connections
 
     def _hear(self, caller: socket.socket, address: tuple[Any, ...]) -> None:
-        connection = Connection(caller.detach())
-        try:
-            said = json.loads(connection.recv_bytes(_MAX_BYTES))
-            number, refusal = said["process_id"], _refusal(said, self._job)
-        except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            number, refusal = 0, "is no process of this job"
-        with self._lock:
-            if not refusal and (self._is_over or number in self._came):
+        connection, job, refusal = Connection(caller.detach()), self._job, "is no process of this job"
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
+            token, number, alike = json.loads(connection.recv_bytes(_MAX_BYTES))
+            is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(alike) is dict
+            if is_known and number in range(1, job.num_processes):
+                with self._lock:
+                    if not self._is_over and number not in self._came:
+                        self._connections[number] = connection
+                        self._came[number] = alike  # last: then the meeting may be over
+                        return
                 refusal = f"process_id (={number}) must be one process's: two have joined under it"
-            if not refusal:
-                self._connections[number] = connection
-                self._came[number] = said["alike"]  # last: then the meeting may be over
-                return
-        print_line(f"jaxddp: {address[0]} is refused at {self._job.address}: {refusal}")
+        print_line(f"jaxddp: {address[0]} is refused at {job.address}: {refusal}")
         with connection, contextlib.suppress(OSError):
             connection.send_bytes(refusal.encode())
-
-
-def _refusal(said: Any, job: Job) -> str:
-    """Why what a caller says of itself is refused; empty if it is not."""
-    number, count = said["process_id"], said["num_processes"]
-    is_known = hmac.compare_digest(said["token"].encode(), job.token.encode())
-    if not is_known or type(number) is not int or type(said["alike"]) is not dict:
-        return "is no process of this job"
-    if count != job.num_processes:
-        return f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0"
-    return "" if 0 < number < count else f"process_id (={number}) must be above 0 and below {count}"
 
 
 def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     """Says to process 0 that this process is there."""
     deadline = time.monotonic() + timeout_s
-    said = {"token": job.token, "process_id": job.process_id, "num_processes": job.num_processes, "alike": alike}
+    said = json.dumps((job.token, job.process_id, alike)).encode()
     while True:
         connection, remaining_s = None, max(0.001, deadline - time.monotonic())
         try:
             caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
             caller.settimeout(None)
             connection = Connection(caller.detach())
-            connection.send_bytes(json.dumps(said).encode())
+            connection.send_bytes(said)
             if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
                 raise TimeoutError("it says nothing")
             fault = connection.recv_bytes(_MAX_BYTES).decode()
