@@ -22,17 +22,12 @@ PROGRAMS = {
     f"{name}_perf": name.replace("sendrecv", "send_recv")
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv")
 }
-_NUM_FIELDS = 13
-# Open MPI's --tag-output, srun's --label, and times of a log.
-_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
-_PREFIX = re.compile(
-    r"\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:(?=\s)"
-    rf"|\[?(?:\d{{4}}-\d\d-\d\d[T ])?{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?:?(?=\s))"
-)
 _PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})(?:_mpi)?\b")
 _CONCLUDED = "# Collective test concluded"
+# Not at the start of a line, where launchers and logs put numbers and times.
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?.*?(?:\]\s*(.*\S))?\s*$")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+_SIZE = re.compile(r"(\d+)\s+\d+\s+(\w+)\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\S+)(?:\s+\S+){4}\s*$")
 
 
 class Line(NamedTuple):
@@ -88,29 +83,23 @@ def outputs(path: str | Path, text: str, table: Any) -> list[Output]:
 def read_text(text: str, collective: str) -> list[Output]:
     """Divides a text into the outputs of programs; ``collective`` is of those that do not name themselves."""
     found = [Output(collective)]
-    for raw in text.splitlines():
-        line = raw
-        while prefix := _PREFIX.match(line):
-            line = line[prefix.end() :]
-        line = line.strip()
-        if line.startswith(_CONCLUDED):  # the last line of one, which names its program again
+    for line in text.splitlines():
+        if _CONCLUDED in line:  # the last line of one, which names its program again
             continue
         current = found[-1]
         named = _PROGRAM.search(line)
-        if (named or line.startswith("# nThread")) and (current.gpus or current.lines):
+        if (named or "# nThread" in line) and (current.gpus or current.lines):
             found.append(current := Output(collective))
         if named:
             current.collective = PROGRAMS[named[1]]
-        elif rank := _RANK.match(line):
+        elif rank := _RANK.search(line):
             current.gpus[rank[1]] = rank[3] or ""
             current.hosts.add(rank[2] or "")
-        elif outside := _OUT_OF_BOUNDS.match(line):
+        elif outside := _OUT_OF_BOUNDS.search(line):
             current.num_wrong += int(outside[1])
-        elif not line.startswith("#"):
-            fields = line.split()
-            if len(fields) == _NUM_FIELDS and fields[0].isdigit():
-                num_wrong = int(fields[8]) if fields[8].isdigit() else 0
-                current.lines.append(Line(int(fields[0]), fields[2], float(fields[5]), num_wrong))
+        elif size := _SIZE.search(line):
+            num_wrong = int(size[4]) if size[4].isdigit() else 0
+            current.lines.append(Line(int(size[1]), size[2], float(size[3]), num_wrong))
     return found
 
 

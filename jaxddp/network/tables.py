@@ -99,11 +99,10 @@ def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
     like, ratio = _LIKE[chip]
     others = {(kind, ranks, size / ratio): seconds for kind, ranks, size, seconds in _rows_of_table(tables[like])}
     if ratio != 1:
-        for kind, ranks, size in [key for key in others if key[0] == "all-reduce"]:
-            del others[kind, ranks, size]
-        for kind, ranks, size in [key for key in others if key[0] == "all-gather"]:
-            if (scatter := others.get(("reduce-scatter", ranks, size))) is not None:
-                others["all-reduce", ranks, size] = others[kind, ranks, size] + scatter
+        gathers = {key[1:]: seconds for key, seconds in others.items() if key[0] == "all-gather"}
+        scatters = {key[1:]: seconds for key, seconds in others.items() if key[0] == "reduce-scatter"}
+        others = {key: seconds for key, seconds in others.items() if key[0] != "all-reduce"}
+        others |= {("all-reduce", *key): gathers[key] + scatters[key] for key in gathers.keys() & scatters.keys()}
     own = [] if without_own else _rows_of_table(tables[chip])
     known = {row[:2] for row in own}
     taken = [(*key, seconds) for key, seconds in others.items() if key[:2] not in known]
@@ -144,15 +143,15 @@ def _of_rows(rows: Sequence[_Row], source: str) -> Network:
 
     They are the rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
     """
-    curves: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    curves: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
     for kind, ranks, size, seconds in rows:
         if kind in KINDS:
-            curves[kind, ranks][size].append(seconds)
+            curves[kind, ranks][size] = min(seconds, curves[kind, ranks].get(size, seconds))
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
     found: dict[str, dict[int, Rows]] = defaultdict(dict)
     for (kind, ranks), times in sorted(curves.items()):
-        curve = found[kind][ranks] = tuple((size, min(times[size])) for size in sorted(times))
+        curve = found[kind][ranks] = tuple(sorted(times.items()))
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
     kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
