@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.failures_test import files_of
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.comparison_test import assert_near, trained
 from jaxddp.comparison_test import refusal as line_of
@@ -277,10 +278,6 @@ def refusal(folder, trainer=None, params=None, **options):
         line = line_of(checkpoints.restore, trainer or trainer_of("naive on 1"), params or make_params(), **options)
     assert files_of(folder) == before
     return line
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_another_model_or_optimizer_is_named_by_its_first_leaf_that_differs(saved):
