@@ -10,7 +10,6 @@ from jaxddp.planning.formulas import (
     best_buckets,
     fit_sweep,
     gathered_bytes,
-    least_ranks,
     min_tokens,
     sent_bytes,
     times,
@@ -31,16 +30,6 @@ ASSUMED = [
         ("forward", True, True, 4),
     )
 ]  # fmt: skip
-
-
-def test_the_least_number_of_ranks_is_the_first_that_fits():
-    rng = np.random.default_rng(0)
-    counts = np.arange(1, 5000)
-    for _ in range(200):
-        cut, whole, capacity = rng.uniform(1, 1000), rng.uniform(0, 2), rng.uniform(1, 3)
-        fits = counts[cut / counts + whole < capacity]
-        least = least_ranks(cut, whole, capacity)
-        assert least == (fits[0] if len(fits) else least) and (whole < capacity) == math.isfinite(least)
 
 
 def test_the_largest_neighbours_are_gathered():

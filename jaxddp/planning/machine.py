@@ -176,9 +176,12 @@ def cluster_of(
     if gb_per_s is None and file is None:
         gb_per_s = _BOOK_GB_PER_S.get(chip.name)
     return Cluster(
-        target.spec, target.num_devices, flops_per_s,
-        chip.memory_bytes if memory_bytes is None else memory_bytes,
-        network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
-        tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
-        "" if by_hand else key, None if by_hand else chip,
-    )  # fmt: skip
+        name=target.spec,
+        num_devices=target.num_devices,
+        flops_per_s=flops_per_s,
+        memory_bytes=chip.memory_bytes if memory_bytes is None else memory_bytes,
+        network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
+        torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
+        products="" if by_hand else key,
+        chip=None if by_hand else chip,
+    )

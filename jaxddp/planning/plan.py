@@ -148,28 +148,40 @@ def plan(job: TrainingJob) -> Plan:
     Raises:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
-    workload, cluster, element_bytes = job.workload, job.cluster, job.assumptions.element_bytes
+    workload, cluster, assumed = job.workload, job.cluster, job.assumptions
     rates = _rates(job, *job.ranks[:2])
-    least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
+    least = formulas.min_tokens(workload, rates, *job.ranks, assumed)
     tokens = _tokens(job, least)
     components = _bytes_per_device(job, tokens)
     steps = job.accumulation_steps or _fewest_steps(job, tokens, components)
     num_microbatches = steps or 1
     components["activations"] /= num_microbatches
-    rate, latency_s = gradient_rate(job)
-    backward_s = 2 * workload.flops_per_token * (tokens / num_microbatches) / (cluster.num_devices * rates.flops_per_s)
     run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
     is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus
     return Plan(
-        job, tokens, steps, components, _min_devices(job, components), least if math.isfinite(least) else None,
-        formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions),
-        formulas.best_split(workload, partial(_rates, job), cluster.num_devices, job.assumptions),
-        formulas.best_buckets(
-            backward_s, workload.num_params / job.tp * element_bytes, rate, latency_s, len(workload.tensors)
-        ) if latency_s else None,
-        {name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
-        rates.flops_per_s, estimate(run) if run is not None and is_known else None,
-    )  # fmt: skip
+        job=job,
+        tokens=tokens,
+        accumulation_steps=steps,
+        bytes_per_device=components,
+        min_devices=_min_devices(job, components),
+        min_tokens=least if math.isfinite(least) else None,
+        times=formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, assumed),
+        best_split=formulas.best_split(workload, partial(_rates, job), cluster.num_devices, assumed),
+        buckets=_best_buckets(job, tokens / num_microbatches, rates.flops_per_s),
+        traffic_bytes={name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
+        flops_per_s=rates.flops_per_s,
+        step=estimate(run) if run is not None and is_known else None,
+    )
+
+
+def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
+    """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
+    rate, latency_s = gradient_rate(job)
+    if not latency_s:
+        return None
+    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * flops_per_s)
+    num_bytes = job.workload.num_params / job.tp * job.assumptions.element_bytes
+    return formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(job.workload.tensors))
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
