@@ -94,12 +94,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
 
 
 def torch_names(params: Params) -> list[str]:
-    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree; raises as ``to_numpy``.
-
-    Example:
-        >>> torch_names({"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}})
-        ['head.weight']
-    """
+    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree; raises as ``to_numpy``."""
     return list(_named_leaves(params))
 
 

@@ -48,12 +48,7 @@ Curves = Mapping[str, Mapping[int, Rows]]  # by kind and number of ranks
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """Gives bus over algorithm bandwidth, as nccl-tests: the least that a rank sends, as a multiple of the full buffer.
-
-    Example:
-        >>> bus_factor("all-reduce", 4), bus_factor("broadcast", 4)
-        (1.5, 1.0)
-    """
+    """Gives bus over algorithm bandwidth: the least that a rank sends, as a multiple of the full buffer."""
     return _RING[kind] * ((num_ranks - 1) / num_ranks) if kind in _RING else 1.0
 
 

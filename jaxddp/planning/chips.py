@@ -93,12 +93,7 @@ _TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
 
 
 def chip_of(device_kind: str) -> Chip:
-    """Gives the chip that a driver or JAX calls so; raises a ValueError if its numbers are not known.
-
-    Example:
-        >>> chip_of("NVIDIA H100 80GB HBM3").name
-        'h100'
-    """
+    """Gives the chip that a driver or JAX calls so; raises a ValueError if its numbers are not known."""
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip
@@ -143,10 +138,6 @@ def target(spec: str) -> Target:
 
     Raises:
         ValueError: If the chip is unknown, or machines do not come in that size.
-
-    Example:
-        >>> target("h100:32").spec, target("h100:32").num_hosts
-        ('h100:4x8', 4)
     """
     found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
     if found is None:

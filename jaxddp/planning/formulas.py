@@ -97,12 +97,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
-    """Computes the training state on each of N ranks, without padding.
-
-    Example:
-        >>> [state_bytes(1, stage, 64, MIXED).total for stage in STAGES]
-        [16.0, 4.1875, 2.21875, 0.25]
-    """
+    """Computes the training state on each of N ranks, without padding."""
     p, g, k, a = per_parameter
     sharded_from = ((3, p), (2, g + a), (1, k))
     return StateBytes(*(num_params / (num_ranks if stage >= first else 1) * each for first, each in sharded_from))
@@ -138,12 +133,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
-    """Counts what a strategy sends over A micro-batches.
-
-    Example:
-        >>> [traffic(name).total for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
-        [2, 2, 2, 3, 3]
-    """
+    """Counts what a strategy sends over A micro-batches."""
     reductions = num_microbatches if reduce == "every" else 1
     if strategy in DATA_PARALLEL:
         return Traffic(2 * reductions, 0)
@@ -248,14 +238,7 @@ def times(
 def min_tokens(
     workload: Workload, rates: DeviceRates, fsdp: float, tp: float, dp: float = 1, assumptions: Assumptions = DEFAULT
 ) -> float:
-    """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough.
-
-    Example:
-        >>> from .workload import feed_forward
-        >>> v5p = DeviceRates(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
-        >>> round(min_tokens(feed_forward(16384, 53248), v5p, fsdp=16, tp=4), 1)
-        25301.7
-    """
+    """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough."""
     one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # one token: splits what grows with B from what does not
     fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
     if assumptions.overlapped_axes:

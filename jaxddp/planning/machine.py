@@ -72,13 +72,7 @@ def network_of(
 
 
 def network_in_words(target: Target, network: Network) -> str:
-    """Where the network's speeds come from.
-
-    Example:
-        >>> from .chips import target
-        >>> network_in_words(target("h100:8"), Network(50))
-        'network, assumed: 50 GB/s a device as given, 15 us a call'
-    """
+    """Where the network's speeds come from."""
     if network.curves:
         within = f"network: as measured, {network.source}"
     else:

@@ -86,13 +86,7 @@ class Workload:
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
-    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``, 2 or 3.
-
-    Example:
-        >>> model = feed_forward(width=16384, hidden=53248, num_blocks=126)
-        >>> model.num_params, 2 * (model.kept_per_token + model.kept_cut_per_token)
-        (219848638464, 17547264)
-    """
+    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``, 2 or 3."""
     block = (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width)))[3 - num_matrices :]
     return Workload(
         tensors=tuple((f"blocks.{index}.{name}", shape) for index in range(num_blocks) for name, shape in block),
@@ -128,11 +122,6 @@ def transformer(
     ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``; another one
     raises a ValueError. Key and value may have fewer ``kv_heads``, a feed-forward that is not gated 2 matrices, and a
     head that ``is_tied`` is the embedding. ``is_causal`` is whether a token attends to those before it alone.
-
-    Example:
-        >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
-        >>> xl.num_params, len(xl.tensors)
-        (171098880, 147)
     """
     choices = (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED))
     for name, value, known in choices:

@@ -96,13 +96,6 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
 
     Raises:
         ValueError: If a launcher's variables are incomplete, are not numbers, or contradict each other.
-
-    Example:
-        >>> find_job({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-        ...           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).process_id
-        1
-        >>> find_job({}) is None
-        True
     """
     found = os.environ if environment is None else environment
     if "RANK" in found or "WORLD_SIZE" in found:

@@ -61,10 +61,6 @@ def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", number
     """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
 
     ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
-
-    Example:
-        >>> disagreement([{"jax": 1}, {"jax": 2}, {"jax": 2}])
-        'jax (=2 in process 1, 2) must be 1, as in process 0'
     """
     numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
