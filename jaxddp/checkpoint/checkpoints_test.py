@@ -9,7 +9,6 @@ from flax import nnx
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.checkpoint.failures_test import files_of
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.comparison_test import assert_near, trained
 from jaxddp.comparison_test import refusal as line_of
@@ -269,6 +268,10 @@ def saved(tmp_path):
             state, _ = trainer.step(state, batch_of(position))
             checkpoints.save(trainer, state, data_position=position + BATCH)
     return tmp_path
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def refusal(folder, trainer=None, params=None, **options):

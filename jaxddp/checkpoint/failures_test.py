@@ -17,6 +17,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.checkpoints_test import files_of
 from jaxddp.checkpoint.folder import _checksum
 from jaxddp.comparison_test import refusal
 from jaxddp.conftest import fuzz_seeds, soon
@@ -52,10 +53,6 @@ def check_restored(checkpoints, trainer, step, asked=None):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # Writing
