@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import Leaf, whole
 from ..strategy import Masters
@@ -36,7 +36,7 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
     """Copies a state to every host, and yields name and full array leaf by leaf; they share no memory."""
-    replicated = NamedSharding(_mesh(trainer), PartitionSpec())
+    replicated = NamedSharding(trainer.mesh, PartitionSpec())
     places = named_leaves(places_of(trainer, state))
     opt_state = _inner(state.opt_state)
     if (owners := trainer.layout(state).owners) is not None:
@@ -56,8 +56,8 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
     """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
-    mesh, layout = _mesh(trainer), trainer.layout(state)
-    places, owners = places_of(trainer, state), layout.owners
+    layout, places = trainer.layout(state), places_of(trainer, state)
+    owners = layout.owners
     owned = set()
     if owners is not None:
         names = named_leaves({"opt_state": owners.slots})
@@ -69,7 +69,7 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     new: TrainState = like(places, placed)
     if owners is not None:
         opt_state = owners.from_host(new.opt_state)
-        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, mesh)
+        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, trainer.mesh)
         new = new._replace(opt_state=opt_state._replace(owned=buffers))
     if not isinstance(layout.opt_state, Masters):
         return new
@@ -83,12 +83,6 @@ def _inner(opt_state: Any) -> Any:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf, an array or its ``Leaf``, holds RNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _mesh(trainer: Trainer) -> Mesh:
-    if isinstance(trainer.mesh, AbstractMesh):
-        raise ValueError(f"mesh (={trainer.mesh}) must be of devices: a target holds no state")
-    return trainer.mesh
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
