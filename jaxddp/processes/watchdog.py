@@ -21,12 +21,13 @@ import contextlib
 import faulthandler
 import json
 import os
+import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -87,6 +88,9 @@ class _Watchdog:
         self._count_collectives = count_collectives
         self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
+        self._selector = selectors.DefaultSelector()
+        for other in self._others.values():
+            self._selector.register(other.connection, selectors.EVENT_READ, other)
         self._beat_s = _BEAT_S * max(1.0, job.num_processes / 32)
         self._fault: _Fault | None = None
         self._faulty_since = 0.0
@@ -141,12 +145,12 @@ class _Watchdog:
         """Reads what the others say for so long, or until one is gone: XLA aborts soon after process 0 is."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            live = {one.connection: one for one in self._others.values() if not one.is_gone}
-            for connection in wait(list(live), left):
-                one = live[connection]
+            for key, _ in self._selector.select(left):
+                one = key.data
                 try:
                     said = json.loads(one.connection.recv_bytes())
                 except (OSError, EOFError):
+                    self._selector.unregister(one.connection)
                     one.is_gone, until = True, 0.0
                     continue
                 if "end" not in said:
