@@ -97,7 +97,7 @@ def _network(row: Row, chip: Chip) -> Network:
     if "gpu" not in hardware:
         table = next(one for one in read("collectives") if one["id"] == row["collective_table"])
         times = tuple((float(num_bytes), us * 1e-6) for num_bytes, us in table["rows"])
-        return Network(table["largest_busbw_GBps"], curves=(("all-reduce", table["ranks"], times),), source=table["id"])
+        return Network(table["largest_busbw_GBps"], curves={"all-reduce": {table["ranks"]: times}}, source=table["id"])
     per_host = hardware["gpus_per_host"]
     given = hardware.get("network_gbps_per_host") or hardware.get("network_gbps_per_host_implied_not_stated")
     speed = given / 8 / per_host if given else chip.host_link_gb_per_s

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from . import flax as flax
     from . import network as network
     from . import parity as parity
-    from .checkpoint import Checkpoints as Checkpoints
+    from .checkpoint.checkpoints import Checkpoints as Checkpoints
     from .communication import hooks as hooks
     from .communication.buckets import BucketPlan as BucketPlan
     from .communication.buckets import TensorSpec as TensorSpec
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from .zero import zero3 as zero3
 
 _NAMES = {
-    ".checkpoint": ("Checkpoints",),
+    ".checkpoint.checkpoints": ("Checkpoints",),
     ".network": ("Network",),
     ".communication.buckets": ("BucketPlan", "TensorSpec", "plan_buckets"),
     ".mesh": ("data_mesh", "simulate_devices"),

@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxddp
 from jaxddp.arguments import check_integer
-from jaxddp.checkpoint import Checkpoints
-from jaxddp.checkpoint.weights import export_weights
+from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.weights import load_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.flax import from_nnx
@@ -79,7 +79,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "atol":
         lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
     "loss of from_nnx": lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value),
-    "a file of weights": lambda value: export_weights(value, PARAMS),
+    "a file of weights": load_weights,
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),
     "process_id": lambda value: jaxddp.start_process("127.0.0.1:1", 1, value),
     "a directory": Checkpoints,

@@ -31,7 +31,7 @@ from .registry import STRATEGIES, make_strategy
 from .step_parity import StepParityError as StepParityError
 from .step_parity import cast, difference, has_unlike_copies
 from .step_parity import check_step as check_step
-from .strategy import Ranks, Strategy
+from .strategy import Strategy
 from .training.train import Trainer, TrainState
 from .training.validation import check_batch
 from .tree import check_params, is_floating, like, merge, named_leaves, split
@@ -208,7 +208,7 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
 
 def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bool:
     try:
-        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), 2), Ranks("data", 2, 2))
+        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), 2))
     except ValueError:
         return False
     return True

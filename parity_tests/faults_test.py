@@ -23,7 +23,7 @@ import torch
 
 import jaxddp
 import torchref
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.processes.watchdog import STATUS
 
 NUM_FAULTS = int(os.environ.get("JAXDDP_FAULTS", "2"))
@@ -58,7 +58,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 jax.config.update("jax_num_cpu_devices", 1)
 import jaxddp
 jaxddp.start_process(*place, stuck_s={STUCK_S})
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 loss_fn = lambda params, batch: jnp.mean(batch) * jnp.sum(params["w"] ** 2) / 2
 trainer = jaxddp.Trainer(loss_fn, optax.sgd({RATE}), jaxddp.zero1(), jaxddp.data_mesh())
 state = trainer.init({{"w": jnp.ones({SIZE})}})

@@ -20,7 +20,6 @@ import pytest
 import jaxddp
 import jaxddp.checkpoint.interop
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.checkpoint.weights import export_weights
 from jaxddp.cli.train import TrainOptions
 from jaxddp.models import build
 
@@ -189,7 +188,7 @@ def alone(tmp_path_factory):
     from jaxddp.cli.train_program import train
 
     path = tmp_path_factory.mktemp("weights") / "weights.npz"
-    export_weights(path, jaxddp.checkpoint.interop.to_numpy(build(OPTIONS["model"], seed=3)[1]))
+    np.savez(path, **jaxddp.checkpoint.interop.to_numpy(build(OPTIONS["model"], seed=3)[1]))
     reports = train(TrainOptions(**OPTIONS, devices=1, weights=str(path)))
     return path, [report.loss for report in reports] + [reports[-1].validation_loss]
 

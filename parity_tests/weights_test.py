@@ -11,7 +11,7 @@ import torchref.interop
 import torchref.models
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.interop import from_numpy, to_numpy
-from jaxddp.checkpoint.weights import export_weights, load_weights
+from jaxddp.checkpoint.weights import load_weights
 from jaxddp.models import build
 
 
@@ -27,7 +27,7 @@ def test_a_checkpoint_continues_in_torch(tmp_path):
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
             checkpoints.save(on_4, state)
             state, _ = checkpoints.restore(on_1, params)
-        export_weights(tmp_path / "weights.npz", to_numpy(on_1.params(state)))
+        np.savez(tmp_path / "weights.npz", **to_numpy(on_1.params(state)))
         expected = float(on_1.evaluate(state, batch))
 
         module = torchref.interop.from_numpy(
@@ -37,7 +37,7 @@ def test_a_checkpoint_continues_in_torch(tmp_path):
         assert abs(loss.item() - expected) < 1e-12  # float64, the frameworks sum in another order
         assert expected < float(loss_fn(params, batch)) - 0.01
 
-        export_weights(tmp_path / "back.npz", torchref.interop.to_numpy(module))
+        np.savez(tmp_path / "back.npz", **torchref.interop.to_numpy(module))
         jax.tree.map(
             np.testing.assert_array_equal, from_numpy(load_weights(tmp_path / "back.npz"), params), on_1.params(state)
         )

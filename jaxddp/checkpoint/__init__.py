@@ -6,16 +6,3 @@ host_state.py    a state on the host, in full, and back on the ranks
 weights.py       arrays by name in an ``.npz`` file: states, and weights for others
 interop.py       Flax parameters as a PyTorch ``state_dict``, and back
 """
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .checkpoints import Checkpoints as Checkpoints
-else:  # type checkers would accept any name
-
-    def __getattr__(name: str) -> object:
-        if name != "Checkpoints":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from .checkpoints import Checkpoints  # late: ranks of torch use the folder, and import no JAX
-
-        return Checkpoints

@@ -5,7 +5,7 @@ name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kerne
 ``DIR/120/state.npz`` holds the arrays; ``about.json`` (``folder.py``) describes each by its shape and dtype.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
-nothing: bfloat16 may be restored as float32, as under a strategy with wide masters, but not the other way round.
+nothing: bfloat16 may be restored as float32, but not the other way round.
 
 Assumptions: the host has memory for the state. With several processes, each leaf in turn is gathered on every device
 while it is copied to the host; with one process no device holds more than its shards.
@@ -31,7 +31,6 @@ from .weights import read_arrays, write_arrays
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
-_OWNERS = {"params": "model", "opt_state": "optimizer", "model_state": "model"}
 
 
 class Checkpoints(CheckpointFolder):
@@ -39,26 +38,10 @@ class Checkpoints(CheckpointFolder):
 
     All processes of a job call ``reserve``, ``latest_step``, ``save``, ``restore`` and ``restore_params``, and all
     raise the same.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, optax, jaxddp
-        >>> def loss_fn(params, batch):
-        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> params = {"w": jnp.zeros((3, 1))}
-        >>> batch = {"x": jnp.ones((12, 3)), "y": jnp.ones((12, 1))}
-        >>> on_4 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
-        >>> on_3 = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.bucketed(), jaxddp.data_mesh(3))
-        >>> with tempfile.TemporaryDirectory() as folder, jaxddp.Checkpoints(folder) as checkpoints:
-        ...     state, _ = on_4.step(on_4.init(params), batch)
-        ...     checkpoints.save(on_4, state, data_position=12)
-        ...     state, data_position = checkpoints.restore(on_3, params)
-        >>> int(state.step), data_position
-        (1, 12)
     """
 
     package = "jaxddp"
     format = 3
-    before = "[0-9]*/about/metadata"
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
         """Saves a state under its step; returns once it is written.
@@ -69,8 +52,7 @@ class Checkpoints(CheckpointFolder):
             data_position: Where to continue in the data, as a JSON value.
 
         Raises:
-            ValueError: If the state was donated, another job saves into the folder, it has a checkpoint of this or a
-                later step or something else of that name, or the position is not JSON.
+            ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
             FloatingPointError: If parameters, or arrays of the optimizer state, hold NaN or infinity.
             OSError: If it cannot be written; older checkpoints stay.
         """
@@ -112,8 +94,7 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
-                damaged, or written by another version; or if a process cannot read what process 0 reads. Checkpoints
-                are never changed.
+                damaged, or written by another version; or if a process cannot read what process 0 reads.
             OSError: If it cannot be read.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -130,20 +111,11 @@ class Checkpoints(CheckpointFolder):
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
 
-        Args:
-            params: Parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``. What else the
-                checkpoint has is left there. Dtypes may be wider than those saved, never narrower.
-            model_state: The model's state, which is restored too.
-            step: Of the checkpoint; the newest that is not damaged for process 0 if None.
+        Arguments and errors are those of ``restore``; what else the checkpoint has is left there.
 
         Returns:
             A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``; with a ``model_state``
             that tree and one like it.
-
-        Raises:
-            ValueError: If a leaf is missing in the checkpoint, has another shape or a wider dtype there, or as
-                ``restore``.
-            OSError: If it cannot be read.
         """
         about = self._agree(step)
         tree = {"params": params} if model_state is None else {"params": params, "model_state": model_state}
@@ -151,11 +123,10 @@ class Checkpoints(CheckpointFolder):
         leaves = named_leaves(tree)
         arrays = self._read(about, leaves)
         found = {
-            name: jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=leaf.dtype)
-            if is_key(leaf)
+            name: jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=leaf.dtype) if is_key(leaf)
             else arrays[name].astype(leaf.dtype)
             for name, leaf in leaves.items()
-        }
+        }  # fmt: skip
         restored = like(tree, found)
         return restored["params"] if model_state is None else (restored["params"], restored["model_state"])
 
@@ -173,23 +144,22 @@ class Checkpoints(CheckpointFolder):
 
         ``wanted`` are trees by their names in the state; with ``is_whole`` the checkpoint must have no more in them.
         """
-        checkpoint, ours = self._name(about["step"]), named_leaves(dict(wanted))
-        theirs = {
-            name: row
-            for name, row in about["leaves"].items()
-            if name in ours or (is_whole and name.partition(".")[0] in wanted)
-        }
-        for name in ours | theirs:
-            if name not in ours or name not in theirs or np.shape(ours[name]) != tuple(theirs[name]["shape"]):
-                there = f"{theirs[name]['dtype']} {tuple(theirs[name]['shape'])}" if name in theirs else "missing"
-                here = f"{_dtype_of(ours[name])} {np.shape(ours[name])}" if name in ours else "missing"
-                owner = _OWNERS[name.partition(".")[0]]
+        checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
+        names = dict.fromkeys(ours)
+        if is_whole:
+            names |= dict.fromkeys(name for name in saved if name.partition(".")[0] in wanted)
+        for name in names:
+            shape = np.shape(ours[name]) if name in ours else None
+            if name not in saved or shape != tuple(saved[name]["shape"]):
+                there = f"{saved[name]['dtype']} {tuple(saved[name]['shape'])}" if name in saved else "missing"
+                here = f"{_dtype_of(ours[name])} {shape}" if name in ours else "missing"
+                owner = "optimizer" if name.startswith("opt_state") else "model"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {there} there and {here} here")
-        for name, row in theirs.items():
-            if not _holds(ours[name], row["dtype"]):
+        for name in names:
+            if not _holds(_dtype_of(ours[name]), dtype := saved[name]["dtype"]):
                 raise ValueError(
-                    f"{checkpoint} has {name} in {row['dtype']}, of which {_dtype_of(ours[name])} here would lose bits:"
-                    f" restore in {row['dtype']}"
+                    f"{checkpoint} has {name} in {dtype}, of which {_dtype_of(ours[name])} here would lose bits:"
+                    f" restore in {dtype}"
                 )
 
     @property
@@ -206,12 +176,10 @@ def _is_finite(name: str, array: np.ndarray) -> bool:
     return not is_checked or not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
 
 
-def _dtype_of(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", type(leaf).__name__)
+def _dtype_of(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
-def _holds(leaf: Any, saved: str) -> bool:
-    """Whether the dtype of a leaf represents every number of a saved dtype."""
-    ours = str(_dtype_of(leaf))
-    is_number = "key<" not in ours + saved
-    return ours == saved or (is_number and np.can_cast(jnp.dtype(saved), jnp.dtype(ours)))
+def _holds(ours: str, saved: str) -> bool:
+    """Whether a dtype represents every number of a saved one."""
+    return ours == saved or ("key<" not in ours + saved and np.can_cast(jnp.dtype(saved), jnp.dtype(ours)))

@@ -17,6 +17,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.checkpoint.checkpoints_test import files_of
 from jaxddp.checkpoint.folder import _checksum
 from jaxddp.comparison_test import refusal
 from jaxddp.conftest import fuzz_seeds, soon
@@ -52,10 +53,6 @@ def check_restored(checkpoints, trainer, step, asked=None):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
-
-
-def files_of(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 # Writing
@@ -158,14 +155,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
 
 
 # Reading
-
-
-def test_checkpoints_of_format_1_are_refused_by_name(tmp_path, trainer):
-    (tmp_path / "1" / "about").mkdir(parents=True)
-    with Checkpoints(tmp_path) as checkpoints:
-        (tmp_path / "1" / "about" / "metadata").write_text("{}")
-        for refused in (checkpoints.latest_step, lambda: check_restored(checkpoints, trainer, 1)):
-            assert "1/about/metadata' is of a checkpoint of format 1" in refusal(refused)
 
 
 @pytest.mark.parametrize("part", ["about.json", "state.npz"])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -34,7 +33,6 @@ from typing import Any, ClassVar, Self, TypeVar
 from ..arguments import check_function, check_integer, check_path
 
 T = TypeVar("T")
-_MOST_ABOUT_BYTES = 2**28
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
 
 
@@ -51,7 +49,6 @@ class CheckpointFolder(abc.ABC):
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
-    before: ClassVar[str]  # matches the checkpoints of format 1
     one: ClassVar[str] = "process"  # what one of the job is called
 
     def __init__(
@@ -64,19 +61,14 @@ class CheckpointFolder(abc.ABC):
                 left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
-
-        Raises:
-            ValueError: If ``keep`` is not positive, or the folder is a file or "".
-            OSError: If it cannot be created.
         """
         check_function("warn", warn, "a function of a line")
-        keep = check_integer("keep", keep)
+        self._keep, self._warn = check_integer("keep", keep), warn
         check_path("directory", directory, "the path of a folder")
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._keep, self._warn = keep, warn
         self._damaged: set[int] = set()
         self._writer: Any = None  # the locked file
 
@@ -87,12 +79,7 @@ class CheckpointFolder(abc.ABC):
         self.close()
 
     def reserve(self) -> None:
-        """Locks the folder until ``close``, as ``save`` does, so that no other job saves there. All processes call it.
-
-        Raises:
-            ValueError: If another job has locked it.
-            OSError: If it cannot be written.
-        """
+        """Locks the folder until ``close``, as ``save`` does; raises a ValueError if another job has. All call it."""
         self._on_first(self._lock)
 
     def close(self) -> None:
@@ -102,36 +89,22 @@ class CheckpointFolder(abc.ABC):
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first.
-
-        Raises:
-            ValueError: If one is of format 1.
-        """
-        for path in self.directory.glob(self.before):
-            raise ValueError(f"{str(path)!r} is of a checkpoint of format 1, which is not read: take another folder")
-        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
         return sorted(
             int(path.name)
-            for path in named
-            if path.name == str(int(path.name)) and ((path / "about.json").exists() or any(path.glob("state*")))
-        )
+            for path in self.directory.iterdir()
+            if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
+            and ((path / "about.json").exists() or any(path.glob("state*")))
+        )  # fmt: skip
 
     def latest_step(self) -> int | None:
-        """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it.
-
-        Raises:
-            ValueError: If one is of format 1.
-        """
+        """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
         return self._on_first(lambda: max(self.steps(), default=None))
 
     def about(self, step: int | None = None) -> dict[str, Any]:
-        """Describes a checkpoint without reading its arrays; needs no other process.
+        """Describes a checkpoint, the newest that can be read if None, without its arrays; needs no other process.
 
-        Args:
-            step: Of the checkpoint; the newest that can be read if None.
-
-        Returns:
-            ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
+        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
 
         Raises:
             ValueError: If there is no such checkpoint, or it is damaged or written by another version.
@@ -150,24 +123,19 @@ class CheckpointFolder(abc.ABC):
 
     def _on_first(self, function: Callable[[], T]) -> T:
         """Runs a function in process 0, which gives JSON; all get it, or raise what it raises."""
-        process, num_processes = self._place
-        if num_processes == 1:
+        if self._place[1] == 1:
             return function()
-        if process:
-            answer = json.loads(self._exchange("null")[0])
-            if "raised" in answer:
-                raise error_of(*answer["raised"])
-            return answer["found"]
+        raised: Exception | None = None
         said: dict[str, Any] = {"raised": ("OSError", f"{self.one} 0 was interrupted")}
         try:
-            found = function()
-            said = {"found": found}
-            return found
+            said = {"found": function() if self._place[0] == 0 else None}
         except Exception as error:
-            said = {"raised": described(error)}
-            raise
+            raised, said = error, {"raised": _described(error)}
         finally:
-            self._exchange(json.dumps(said))
+            answer = json.loads(self._exchange(json.dumps(said))[0])
+        if "raised" in answer:
+            raise raised or _error_of(*answer["raised"])
+        return answer["found"]
 
     def _on_each(self, function: Callable[[], T]) -> T:
         """Runs a function in all processes; if one raises, all raise, and say which if it is not all of them."""
@@ -178,14 +146,13 @@ class CheckpointFolder(abc.ABC):
             found = function()
         except Exception as error:
             raised = error
-        answers = [json.loads(text) for text in self._exchange(json.dumps(raised and described(raised)))]
+        answers = [json.loads(text) for text in self._exchange(json.dumps(raised and _described(raised)))]
         if not any(answers):
             return found
         if raised is not None and all(answer == answers[0] for answer in answers):
             raise raised
-        first = next(number for number, answer in enumerate(answers) if answer)
-        kind, text = answers[first]
-        raise error_of(kind, f"{self.one} {first}: {text}") from raised
+        first, (kind, text) = next((number, answer) for number, answer in enumerate(answers) if answer)
+        raise _error_of(kind, f"{self.one} {first}: {text}") from raised
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -214,9 +181,9 @@ class CheckpointFolder(abc.ABC):
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0; raises a ValueError if there is none."""
         self._lock()
-        for damaged in [one for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = (self.directory / f"{damaged}.damaged{number or ''}" for number in itertools.count())
-            self._path(damaged).rename(next(path for path in names if not path.exists()))
+        for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
+            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
+            damaged.rename(next(name for name in names if not os.path.lexists(name)))
         if step <= (newest := max(self.steps(), default=-1)):
             raise ValueError(
                 f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
@@ -236,20 +203,17 @@ class CheckpointFolder(abc.ABC):
             partial.mkdir()
             write(partial)
             head = {"format": self.format, "package": self.package, "saved_at": saved_at}
-            about = head | about | {"files": _files_in(partial)}
-            with (partial / "about.json").open("x") as file:
-                json.dump({"about": about, "crc32": _checksum(about)}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            about = head | about | {"files": {file.name: _on_disk(file) for file in sorted(partial.iterdir())}}
+            (partial / "about.json").write_text(json.dumps({"about": about, "crc32": _checksum(about)}))
+            _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))][
-            : -self._keep
-        ]:
+        ours = [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))]
+        for old in ours[: -self._keep]:
             removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -269,19 +233,18 @@ class CheckpointFolder(abc.ABC):
         """Reads a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
             return read(step)
-        damaged: list[tuple[int, DamagedError]] = []
+        damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()):
             try:
                 found = read(one)
             except DamagedError as error:
-                damaged.append((one, error))
+                damaged[one] = error
                 continue
-            for newer, _ in damaged:
-                if newer not in self._damaged:
-                    self._warn(f"{self._name(newer)} is damaged or half-written: took step {one}")
-            self._damaged.update(newer for newer, _ in damaged)
+            for newer in sorted(damaged.keys() - self._damaged):
+                self._warn(f"{self._name(newer)} is damaged or half-written: took step {one}")
+            self._damaged |= damaged.keys()
             return found
-        raise damaged[0][1] if damaged else ValueError(f"no checkpoint {self._where}")
+        raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
     def _sound(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint whose files are what was written."""
@@ -296,10 +259,8 @@ class CheckpointFolder(abc.ABC):
     def _about(self, step: int) -> dict[str, Any]:
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
-        try:
-            about = _read_about(self._path(step))
-        except (ValueError, LookupError, TypeError, FileNotFoundError, RecursionError) as error:
-            raise self._damage(step) from error
+        if (about := _read_about(self._path(step))) is None:
+            raise self._damage(step)
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
@@ -322,11 +283,7 @@ class CheckpointFolder(abc.ABC):
 
 
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
-    """Refuses to save a state that is not finite.
-
-    Raises:
-        FloatingPointError: If there are names of what is not.
-    """
+    """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
     if names:
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         raise FloatingPointError(
@@ -342,49 +299,41 @@ def as_json(data_position: Any) -> Any:
         raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
 
 
-def described(error: Exception) -> tuple[str, str]:
+def _described(error: Exception) -> tuple[str, str]:
     """Tells what was raised, for other processes."""
     kinds = [name for name, kind in _RAISED.items() if isinstance(error, kind)]
     return (kinds or [type(error).__name__])[0], str(error)
 
 
-def error_of(kind: str, text: str) -> Exception:
-    """Undoes ``described``."""
+def _error_of(kind: str, text: str) -> Exception:
+    """Undoes ``_described``."""
     return _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}")
 
 
-def _read_about(checkpoint: Path) -> dict[str, Any]:
+def _read_about(checkpoint: Path) -> dict[str, Any] | None:
+    """What this program wrote about a checkpoint; None if it is damaged, or not this program's. Raises OSErrors."""
     path = checkpoint / "about.json"
-    if not path.is_file() or path.stat().st_size > _MOST_ABOUT_BYTES:
-        raise ValueError("no description")
+    if not path.is_file() or not path.stat().st_size:  # a pipe, or a file of the system without an end
+        return None
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        if error.errno != errno.EIO:  # rights and the like are no damage
-            raise
-        raise ValueError("a description that the disk does not give") from error
-    written = json.loads(text)
-    if written["crc32"] != _checksum(written["about"]):
-        raise ValueError("another description")
-    return written["about"]
+        written = json.loads(path.read_bytes())
+        return written["about"] if written["crc32"] == _checksum(written["about"]) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _is_ours(checkpoint: Path) -> bool:
     """Whether a folder holds what this program writes, which alone it removes."""
-    try:
-        return bool(_read_about(checkpoint))
-    except (ValueError, LookupError, TypeError, OSError, RecursionError):
-        return False
+    with contextlib.suppress(OSError):
+        return _read_about(checkpoint) is not None
+    return False
 
 
-def _files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each file, which is on the disk afterwards."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        found[str(path.relative_to(folder))] = (path.stat().st_size, _checksum_of(path))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    return found
+def _on_disk(path: Path) -> tuple[int, int]:
+    """Size and checksum of a file, which is on the disk afterwards."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return path.stat().st_size, _checksum_of(path)
 
 
 def _checksum_of(path: Path) -> int:

@@ -1,17 +1,8 @@
-"""A training state on the host: every leaf in full and without padding, however the ranks hold it.
+"""A training state on the host: every leaf in full, in its own shape and without padding, however the ranks hold it.
 
-    =====================  ==========================  ===============================================
-    leaf                   over N ranks                on the host
-    =====================  ==========================  ===============================================
-    replicated             ``[shape]``                 ``[shape]``
-    sharded                ``Cut.global_shape``        ``[shape]``
-    of one owner           in ``[N * width]``          ``[shape]``
-    RNG key                ``[shape]``, of a key type  ``[shape, words]``, unsigned integers
-    =====================  ==========================  ===============================================
-
-Of parameters in a compute dtype, the masters are on the host, in their place: restoring casts them again.
-
-Names are those of the state, such as ``params.head.kernel``, ``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
+Keys are there as their words, unsigned integers ``[shape, words]``. Of parameters in a compute dtype, the masters are
+on the host, in their place: restoring casts them again. Names are those of the state, such as ``params.head.kernel``,
+``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
 """
 
 from __future__ import annotations
@@ -24,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import Leaf, whole
 from ..strategy import Masters
@@ -44,12 +35,8 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies a state to the host, leaf by leaf; to every host if several processes hold it.
-
-    Yields:
-        Name and full array of a leaf; arrays share no memory with each other or the state.
-    """
-    replicated = NamedSharding(_mesh(trainer), PartitionSpec())
+    """Copies a state to every host, and yields name and full array leaf by leaf; they share no memory."""
+    replicated = NamedSharding(trainer.mesh, PartitionSpec())
     places = named_leaves(places_of(trainer, state))
     opt_state = _inner(state.opt_state)
     if (owners := trainer.layout(state).owners) is not None:
@@ -59,33 +46,18 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
-    """Copies the full parameters to the host, leaf by leaf; in one process no device holds more than its shards.
+    """Copies the full parameters to the host, as NumPy arrays in the tree that ``Trainer.init`` was given.
 
-    Returns:
-        NumPy arrays, in the tree that ``Trainer.init`` was given.
-
-    Example:
-        >>> import optax, jaxddp
-        >>> strategy = jaxddp.zero3(min_shard_elements=0)
-        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.sgd(0.1), strategy, jaxddp.data_mesh(4))
-        >>> host_params(trainer, trainer.init({"w": jnp.ones((2, 3))}))
-        {'w': array([[1., 1., 1.],
-               [1., 1., 1.]], dtype=float32)}
+    They go leaf by leaf: in one process no device holds more than its shards.
     """
     check_state(state)
     return jax.tree.map(_to_host, *trainer.masters(state))
 
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
-    """Inverts ``to_host``, for the ranks and strategy of any trainer.
-
-    Args:
-        trainer: The trainer that gets the state.
-        state: From its ``abstract_state``.
-        arrays: By name, the same in every process, with dtypes no wider than the state's.
-    """
-    mesh, layout = _mesh(trainer), trainer.layout(state)
-    places, owners = places_of(trainer, state), layout.owners
+    """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
+    layout, places = trainer.layout(state), places_of(trainer, state)
+    owners = layout.owners
     owned = set()
     if owners is not None:
         names = named_leaves({"opt_state": owners.slots})
@@ -97,7 +69,7 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     new: TrainState = like(places, placed)
     if owners is not None:
         opt_state = owners.from_host(new.opt_state)
-        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, mesh)
+        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, trainer.mesh)
         new = new._replace(opt_state=opt_state._replace(owned=buffers))
     if not isinstance(layout.opt_state, Masters):
         return new
@@ -111,12 +83,6 @@ def _inner(opt_state: Any) -> Any:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf, an array or its ``Leaf``, holds RNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _mesh(trainer: Trainer) -> Mesh:
-    if isinstance(trainer.mesh, AbstractMesh):
-        raise ValueError(f"mesh (={trainer.mesh}) must be of devices: a target holds no state")
-    return trainer.mesh
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Converts parameters between a Flax tree and a PyTorch ``state_dict``, through NumPy and without importing PyTorch.
 
-Names map by rule, without a table per model, so this works for any module whose two versions name their parts alike.
-The parts of a leaf's path are joined with dots; the last part decides the name and the layout:
+Names map by rule, for any module whose two versions name their parts alike. The parts of a leaf's path are joined with
+dots; the last part decides the name and the layout:
 
     Flax                                       PyTorch
     kernel     [in, out]                       weight  [out, in]                Linear
@@ -11,9 +11,8 @@ The parts of a leaf's path are joined with dots; the last part decides the name 
     anything else                              the same name and layout         bias, custom parameters
 
 ``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
-these, so they are not supported. A parameter that PyTorch lists twice has one name here: add or drop the other in the
-dictionary. Values are copied bit for bit; a different dtype is an error, never a cast. bfloat16 stays bfloat16
-(``ml_dtypes``).
+these, so they are not supported. A parameter that PyTorch lists twice has one name here. Values are copied bit for bit;
+a different dtype is an error, never a cast. bfloat16 stays bfloat16 (``ml_dtypes``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from ..arguments import check_kind
 from ..tree import path_name
 
 Params = Any
-
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
@@ -54,13 +52,9 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
         {'head.weight': (5, 3)}
     """
     leaves = _named_leaves(params)
-    abstract = [name for name, (_, leaf) in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if abstract:
+    if abstract := [name for name, (_, leaf) in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
         raise ValueError(f"every leaf must have values, not a shape alone: {', '.join(map(repr, abstract))}")
-    arrays = {}
-    for name, (path, leaf) in leaves.items():
-        arrays[name] = np.array(np.transpose(np.asarray(leaf), _to_torch(path, leaf)), order="C")
-    return arrays
+    return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves.items()}
 
 
 def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
@@ -76,21 +70,16 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype differs, or ``like`` itself breaks a rule
             of ``to_numpy``. The message names every offender.
-
-    Example:
-        >>> like = {"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}}
-        >>> from_numpy({"head.weight": np.ones((5, 3), np.float32)}, like)["head"]["kernel"].shape
-        (3, 5)
     """
     check_kind("arrays", arrays, Mapping, "a mapping of arrays by name")
     leaves = _named_leaves(like)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
     faults = [f"unknown {name!r}" for name in given if name not in leaves]
     faults += [f"missing {name!r}" for name in leaves if name not in given]
-    for name, (path, leaf) in leaves.items():
+    for name, (dims, leaf) in leaves.items():
         if name not in given:
             continue
-        shape = tuple(leaf.shape[dim] for dim in _to_torch(path, leaf))
+        shape = tuple(leaf.shape[dim] for dim in dims)
         if given[name].shape != shape:
             faults.append(f"{name!r} has shape {given[name].shape}, not {shape}")
         if given[name].dtype != leaf.dtype:
@@ -99,30 +88,18 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
             faults.append(f"{name!r} has dtype {leaf.dtype}, which needs jax_enable_x64")
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
-
-    new = []
-    for name, (path, leaf) in leaves.items():
-        back = np.argsort(_to_torch(path, leaf))
-        # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
-        new.append(jnp.array(np.transpose(given[name], back), copy=True))
+    # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
+    new = [jnp.array(np.transpose(given[name], np.argsort(dims)), copy=True) for name, (dims, _) in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
 def torch_names(params: Params) -> list[str]:
-    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree.
-
-    Raises:
-        ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
-
-    Example:
-        >>> torch_names({"head": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32)}})
-        ['head.weight']
-    """
+    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree; raises as ``to_numpy``."""
     return list(_named_leaves(params))
 
 
-def _named_leaves(params: Params) -> dict[str, tuple[str, Any]]:
-    """Maps each PyTorch name to the leaf's own name and the leaf, in the order of the tree."""
+def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     if isinstance(params, nnx.Module):
         raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
     nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -133,21 +110,24 @@ def _named_leaves(params: Params) -> dict[str, tuple[str, Any]]:
     ]
     listed = [(path_name(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(params)]
     num_dims = {path: len(getattr(leaf, "shape", ())) for path, leaf in listed}
-    leaves: dict[str, tuple[str, Any]] = {}
+    paths: dict[str, str] = {}
+    leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, leaf in listed:
-        last = path.rpartition(".")[2]
+        last, count = path.rpartition(".")[2], num_dims[path]
         name = path.removesuffix(last) + _RENAMED.get(last, last)
         if not name:
             faults.append("a leaf without a name")
         elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             faults.append(f"{path!r} is a {type(leaf).__name__}, not an array")
-        elif last == "kernel" and not 2 <= len(leaf.shape) <= 5:
-            faults.append(f"{path!r} has {len(leaf.shape)} dims, not 2 to 5")
+        elif last == "kernel" and not 2 <= count <= 5:
+            faults.append(f"{path!r} has {count} dims, not 2 to 5")
         elif last == "kernel" and _is_attention(path.removesuffix("kernel"), num_dims):
             faults.append(f"{path!r} is no convolution but attention or LinearGeneral, by its bias or siblings")
         elif name in leaves:
-            faults.append(f"{leaves[name][0]!r} and {path!r} both map to {name!r}")
-        leaves.setdefault(name, (path, leaf))
+            faults.append(f"{paths[name]!r} and {path!r} both map to {name!r}")
+        dims = tuple(range(count))
+        paths.setdefault(name, path)
+        leaves.setdefault(name, ((*dims[:-3:-1], *dims[:-2]) if last == "kernel" else dims, leaf))
     if faults:
         raise ValueError(f"every leaf must be a parameter with a state_dict name of its own: {'; '.join(faults)}")
     return leaves
@@ -161,20 +141,11 @@ def _is_attention(module: str, num_dims: Mapping[str, int]) -> bool:
     return num_dims[f"{module}kernel"] > 2 and (num_dims.get(f"{module}bias", 1) > 1 or is_projection)
 
 
-def _to_torch(path: str, leaf: Any) -> tuple[int, ...]:
-    """Permutation of the Flax dims to PyTorch's layout."""
-    num_dims = len(leaf.shape)
-    if path.rpartition(".")[2] != "kernel":
-        return tuple(range(num_dims))
-    return (num_dims - 1, num_dims - 2, *range(num_dims - 2))
-
-
 def _as_numpy(array: Any) -> np.ndarray:
     """A NumPy view or copy of an array or a PyTorch tensor."""
     if not hasattr(array, "detach"):
         return np.asarray(array)
     tensor = array.detach().cpu()
-    if str(tensor.dtype) == "torch.bfloat16":
-        # Exact: every bfloat16 is a float32.
+    if str(tensor.dtype) == "torch.bfloat16":  # exact: every bfloat16 is a float32
         return tensor.float().numpy().astype(ml_dtypes.bfloat16)
     return tensor.numpy()

@@ -104,7 +104,7 @@ def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
 
 BAD_INPUT = {
     "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
-    "--network-gb-per-s 0": "network gb_per_s (=0.0) must be a positive finite number of 10^9 bytes per second",
+    "--network-gb-per-s 0": "network gb_per_s (=0.0) must be a positive finite number",
     "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
     "--batch-per-device 0": "batch_per_device (=0) must be a positive integer",
     "--strategy fast": "unknown strategy 'fast': one of auto, naive, ",

@@ -60,8 +60,8 @@ class TrainOptions:
     batch_size: int = _flag(32, int, "N", "examples per step, of all ranks together")
     microbatches: int = _flag(1, int, "N", "parts into which each rank splits its examples, to save memory")
     model: str = _flag("byte", str, "NAME", "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b")
-    weights: str | None = _flag(None, str, "FILE", "initial parameters under PyTorch's names, as export_weights writes "
-        "them", "drawn from --seed")  # fmt: skip
+    weights: str | None = _flag(None, str, "FILE", "an .npz file of parameters under PyTorch's names",
+        "drawn from --seed")  # fmt: skip
     data: str | None = _flag(None, str, "PATH", "text file", "the Python standard library")
     seed: int = _flag(0, int, "N", "seed of the initial parameters and of the order of the text")
     bucket_mb: float | None = _flag(None, float, "MIB", "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of "

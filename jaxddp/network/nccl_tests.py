@@ -22,37 +22,29 @@ PROGRAMS = {
     f"{name}_perf": name.replace("sendrecv", "send_recv")
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv")
 }
-_NUM_FIELDS = 13
-# Open MPI's --tag-output, srun's --label, and times of a log.
-_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
-_PREFIX = re.compile(
-    r"\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:(?=\s)"
-    rf"|\[?(?:\d{{4}}-\d\d-\d\d[T ])?{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?:?(?=\s))"
-)
 _PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})(?:_mpi)?\b")
 _CONCLUDED = "# Collective test concluded"
+# Not at the start of a line, where launchers and logs put numbers and times.
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?.*?(?:\]\s*(.*\S))?\s*$")
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+_SIZE = re.compile(r"(\d+)\s+\d+\s+(\w+)\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\S+)(?:\s+\S+){4}\s*$")
 
 
 class Line(NamedTuple):
-    """A size: of the full buffer, its dtype as NCCL spells it, microseconds of a call, and how many values are wrong.
+    """A size."""
 
-    ``num_wrong`` is 0 where nothing was checked, or an older release prints the largest error.
-    """
-
-    num_bytes: int
-    dtype: str
-    time_us: float
-    num_wrong: int
+    num_bytes: int  # of the full buffer
+    dtype: str  # as NCCL spells it
+    time_us: float  # of a call
+    num_wrong: int  # values; 0 where nothing was checked, or an older release prints the largest error
 
 
 @dataclass
 class Output:
-    """What one program printed: its collective, its ranks' GPUs, their hosts, sizes, and how many values were wrong."""
+    """What one program printed."""
 
     collective: str = ""
-    gpus: dict[str, str] = field(default_factory=dict)
+    gpus: dict[str, str] = field(default_factory=dict)  # of its ranks
     hosts: set[str] = field(default_factory=set)
     lines: list[Line] = field(default_factory=list)
     num_wrong: int = 0
@@ -65,50 +57,49 @@ def read_file(path: str | Path) -> list[Output]:
         ValueError: If it is not such output, whole from its first line on.
         OSError: If it cannot be read.
     """
-    named, text = _PROGRAM.search(Path(path).name), Path(path).read_text(errors="replace")
+    text = Path(path).read_text(errors="replace")
     try:
-        is_json = text.lstrip().startswith("{")
-        found = [_of_json(json.loads(text))] if is_json else read_text(text, PROGRAMS[named[1]] if named else "")
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        table = json.loads(text) if text.lstrip().startswith("{") else None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
+    return outputs(path, text, table)
+
+
+def outputs(path: str | Path, text: str, table: Any) -> list[Output]:
+    """The outputs of a file of this text; ``table`` is what it holds as JSON, None if it is none. Raises ValueError."""
+    named = _PROGRAM.search(Path(path).name)
+    try:
+        found = [_of_json(table)] if table is not None else read_text(text, PROGRAMS[named[1]] if named else "")
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
     for output in found:
-        missing = (
-            "the name of its program" if not output.collective
-            else "a line for each rank" if not output.gpus
-            else "a line of a size" if not output.lines
-            else ""
-        )  # fmt: skip
-        if missing:
-            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing}")
+        parts = {"the name of its program": output.collective, "a line for each rank": output.gpus,
+                 "a line of a size": output.lines}  # fmt: skip
+        if missing := [name for name, part in parts.items() if not part]:
+            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing[0]}")
     return found
 
 
 def read_text(text: str, collective: str) -> list[Output]:
     """Divides a text into the outputs of programs; ``collective`` is of those that do not name themselves."""
     found = [Output(collective)]
-    for raw in text.splitlines():
-        line = raw
-        while prefix := _PREFIX.match(line):
-            line = line[prefix.end() :]
-        line = line.strip()
-        if line.startswith(_CONCLUDED):  # the last line of one, which names its program again
+    for line in text.splitlines():
+        if _CONCLUDED in line:  # the last line of one, which names its program again
             continue
         current = found[-1]
         named = _PROGRAM.search(line)
-        if (named or line.startswith("# nThread")) and (current.gpus or current.lines):
+        if (named or "# nThread" in line) and (current.gpus or current.lines):
             found.append(current := Output(collective))
         if named:
             current.collective = PROGRAMS[named[1]]
-        elif rank := _RANK.match(line):
+        elif rank := _RANK.search(line):
             current.gpus[rank[1]] = rank[3] or ""
             current.hosts.add(rank[2] or "")
-        elif outside := _OUT_OF_BOUNDS.match(line):
+        elif outside := _OUT_OF_BOUNDS.search(line):
             current.num_wrong += int(outside[1])
-        elif not line.startswith("#"):
-            fields = line.split()
-            if len(fields) == _NUM_FIELDS and fields[0].isdigit():
-                num_wrong = int(fields[8]) if fields[8].isdigit() else 0
-                current.lines.append(Line(int(fields[0]), fields[2], float(fields[5]), num_wrong))
+        elif size := _SIZE.search(line):
+            num_wrong = int(size[4]) if size[4].isdigit() else 0
+            current.lines.append(Line(int(size[1]), size[2], float(size[3]), num_wrong))
     return found
 
 

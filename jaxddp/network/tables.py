@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import nccl_tests
-from .curves import GB, KINDS, Network, bus_factor
+from .curves import GB, KINDS, Network, Rows, bus_factor
 
 _Row = tuple[str, int, float, float]  # kind, ranks, bytes of the full buffer, seconds
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
@@ -25,9 +25,11 @@ _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
-    Between hosts, as in ``"h100:4x8"``, ``host_gb_per_s`` is what a rank sends; or ``fabric`` names what was measured:
-    ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO. ``without_own`` leaves out what was measured of an A100 or
-    H200 itself, to see how far what is taken from the H100 carries.
+    Args:
+        spec: Chip and devices, or hosts x devices.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
+        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
+        without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
@@ -39,17 +41,16 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
     if parts is None:
         raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
-    name, hosts, devices = parts.groups()
-    found = _measurements()
-    if not is_measured(name):
-        raise ValueError(f"chip (={name!r}) must be one whose collectives were measured: {', '.join(found['us'])}")
-    network = _of_rows(*_rows_of_chip(name, without_own))
+    chip, hosts, devices = parts.groups()
+    if not is_measured(chip):
+        known = ", ".join(_measurements()["us"])
+        raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {known}")
+    network = _of_rows(*_rows_of_chip(chip, without_own))
     if fabric:
-        table = found["fabrics"].get(fabric)
-        if table is None or (name, int(devices)) != (table["chip"], table["devices_per_host"]):
-            known = ", ".join(
-                f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in found["fabrics"].items()
-            )
+        fabrics = _measurements()["fabrics"]
+        table = fabrics.get(fabric, {"chip": ""})
+        if chip != table["chip"] or int(devices) != table["devices_per_host"]:
+            known = ", ".join(f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in fabrics.items())
             raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: {known}")
         between = _of_rows(_rows_of_table(table["us"]), fabric)
         network = replace(network, fabric=between.curves, source=f"{network.source}, over hosts {table['source']}")
@@ -62,6 +63,32 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 def is_measured(chip: str) -> bool:
     """Whether ``measured`` knows a chip."""
     return chip in _measurements()["us"]
+
+
+def from_file(path: str | Path) -> Network:
+    """Reads measured collectives of one host.
+
+    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or
+    ``nccl-tests``, its ``metrics.jsonl``, or a JSON object of times of full buffers:
+    ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
+
+    Raises:
+        ValueError: If it holds no such rows, a single size, or times that do not grow.
+        OSError: If it cannot be read.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        text = file.read_text(errors="replace")
+        if file.suffix == ".jsonl":
+            rows = _rows_of_run(json.loads(line) for line in text.splitlines() if line.strip())
+        else:
+            table: Any = json.loads(text) if text.lstrip().startswith("{") else None
+            is_ours = table is not None and "results" not in table
+            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.outputs(file, text, table))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
+    return _of_rows(rows, str(path))
 
 
 def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
@@ -87,32 +114,6 @@ def _measurements() -> Any:
     return json.loads(_MEASURED.read_text())
 
 
-def from_file(path: str | Path) -> Network:
-    """Reads measured collectives of one host.
-
-    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or
-    ``nccl-tests``, its ``metrics.jsonl``, or a JSON object of times of full buffers:
-    ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
-
-    Raises:
-        ValueError: If it holds no such rows, a single size, or times that do not grow.
-        OSError: If it cannot be read.
-    """
-    path = Path(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        if file.suffix == ".jsonl":
-            rows = _rows_of_run(json.loads(line) for line in file.read_text().splitlines() if line.strip())
-        else:
-            text = file.read_text(errors="replace")
-            table = json.loads(text) if text.lstrip().startswith("{") else {"results": ()}
-            is_output = "results" in table
-            rows = _rows_of_output(nccl_tests.read_file(file)) if is_output else _rows_of_table(table["us"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
-    return _of_rows(rows, str(path))
-
-
 def _rows_of_table(table: Any) -> list[_Row]:
     return [
         (kind, int(ranks), float(size), us * 1e-6)
@@ -120,8 +121,7 @@ def _rows_of_table(table: Any) -> list[_Row]:
     ]  # fmt: skip
 
 
-def _rows_of_output(outputs: Iterable[nccl_tests.Output]) -> list[_Row]:
-    outputs = list(outputs)
+def _rows_of_outputs(outputs: Sequence[nccl_tests.Output]) -> list[_Row]:
     if hosts := next((output.hosts for output in outputs if len(output.hosts) > 1), None):
         raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
     return [
@@ -143,24 +143,22 @@ def _of_rows(rows: Sequence[_Row], source: str) -> Network:
 
     They are the rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
     """
-    curves: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    curves: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
     for kind, ranks, size, seconds in rows:
         if kind in KINDS:
-            curves[kind, ranks][size].append(seconds)
+            curves[kind, ranks][size] = min(seconds, curves[kind, ranks].get(size, seconds))
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
-    found: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {}
+    found: dict[str, dict[int, Rows]] = defaultdict(dict)
     for (kind, ranks), times in sorted(curves.items()):
-        curve = found[kind, ranks] = tuple((size, min(times[size])) for size in sorted(times))
+        curve = found[kind][ranks] = tuple(sorted(times.items()))
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-    kind, ranks = max(found, key=lambda key: (key[0] == "all-reduce", key[1]))
-    size, seconds = found[kind, ranks][-1]
-    sent = bus_factor(kind, ranks) * size
-    small, small_s = next((row for row in found[kind, ranks][:-1] if row[0] >= 2**20), found[kind, ranks][0])
+    kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
+    *smaller, (size, seconds) = found[kind][ranks]
+    bytes_per_s = bus_factor(kind, ranks) * size / seconds
+    if bytes_per_s > _FASTEST_GB_PER_S * GB:
+        raise ValueError(f"{source}: times must be microseconds: {bytes_per_s / GB:,.0f} GB/s a rank is no network")
+    small, small_s = next((row for row in smaller if row[0] >= 2**20), smaller[0])
     latency_us = max(small_s - seconds * small / size, 0.0) * 1e6
-    if sent / seconds > _FASTEST_GB_PER_S * GB:
-        raise ValueError(f"{source}: times must be microseconds: {sent / seconds / GB:,.0f} GB/s a rank is no network")
-    return Network(
-        sent / seconds / GB, latency_us, curves=tuple((*key, rows) for key, rows in found.items()), source=source
-    )
+    return Network(bytes_per_s / GB, latency_us, curves=dict(found), source=source)

@@ -5,7 +5,6 @@ at 1000 W. For TPUs the vendor gives Gb/s per chip, all links of the torus toget
 
 A target is a chip and a count, by hosts:
 
-    spec           means
     ``h100:8``     one host of 8 GPUs joined by NVLink
     ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``
     ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
@@ -20,35 +19,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device.
-
-    Attributes:
-        name: As in a spec.
-        device_kinds: The whole names that drivers and JAX give to it; an H100 PCIe is another chip.
-        description: Product name.
-        platform: ``"gpu"`` or ``"tpu"``, as in JAX.
-        flops_per_s: Peak by dtype, as far as published: ``"float32"`` of the vector units, others of the matrix units.
-        matmul_float32: Key of ``flops_per_s`` for a float32 matrix product at default precision.
-        link_gb_per_s: What a device can send within its host (NVLink) or slice (all links of the torus), GB/s.
-        host_link_gb_per_s: What a device can send to other hosts, GB/s: over its NIC, or the links of the torus.
-        devices_per_host: Devices of a full host.
-        source: URL of the numbers.
-        is_measured: Whether ``products.py`` has measured rates for it that count in place of its peaks.
-    """
+    """One kind of device."""
 
     name: str
-    device_kinds: tuple[str, ...]
-    description: str
-    platform: str
-    flops_per_s: Mapping[str, float]
-    matmul_float32: str
+    device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
+    platform: str  # "gpu" or "tpu", as in JAX
+    flops_per_s: Mapping[
+        str, float
+    ]  # published peaks by dtype: "float32" of the vector units, others of the matrix units
     memory_bytes_per_s: float
     memory_bytes: int
-    link_gb_per_s: float
-    host_link_gb_per_s: float
-    devices_per_host: int
-    source: str
-    is_measured: bool = False
+    link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
+    host_link_gb_per_s: float  # what it can send to other hosts: over its NIC, or the links of the torus
+    devices_per_host: int  # of a full host
+    is_measured: bool = False  # whether ``products.py`` has measured rates for it that count in place of its peaks
+
+    @property
+    def matmul_float32(self) -> str:
+        """Key of ``flops_per_s`` for a float32 matrix product at default precision."""
+        return "tf32" if self.platform == "gpu" else "bfloat16"
 
     @property
     def pool_bytes(self) -> float:
@@ -56,105 +45,60 @@ class Chip:
         return self.memory_bytes * (0.75 if self.platform == "gpu" else 1.0)
 
 
-def _gpu(
-    name: str,
-    kind: str,
-    description: str,
-    tera: Mapping[str, float],
-    tb_per_s: float,
-    gb: int,
-    links: tuple[int, int],
-    source: str,
-    devices_per_host: int = 8,
-) -> Chip:
-    return Chip(
-        name, (kind,), description, "gpu", {dtype: float(round(1e12 * value)) for dtype, value in tera.items()}, "tf32",
-        round(tb_per_s * 1e12), gb * 10**9, *links, devices_per_host=devices_per_host, source=source,
-    )  # fmt: skip
+def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
+    matrices = {"tf32": tf32, "bfloat16": bfloat16, "float16": bfloat16, "float8": int8, "int8": int8}
+    return {"float32": float32, **matrices, "float64": float64}
 
 
-def _tensor_cores(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
-    """Peaks in TFLOP/s."""
-    return {
-        "float32": float32, "tf32": tf32, "bfloat16": bfloat16, "float16": bfloat16, "float8": int8, "int8": int8,
-        "float64": float64,
-    }  # fmt: skip
-
-
-_HOPPER = _tensor_cores(494.7, 989.4, 1978.9, 66.9, 66.9)
-_AMPERE = _tensor_cores(156, 312, 624, 19.5, 19.5)
+_HOPPER, _BLACKWELL = _peaks(494.7, 989.4, 1978.9, 66.9, 66.9), _peaks(1250, 2500, 5000, 80, 40)
+_AMPERE = _peaks(156, 312, 624, 19.5, 19.5)
 del _AMPERE["float8"]
-_BLACKWELL_ULTRA = _tensor_cores(1250, 2500, 5000, 80, 1.3)
-del _BLACKWELL_ULTRA["int8"]
-_NVIDIA = "https://www.nvidia.com"
+_ULTRA = _BLACKWELL | {"float64": 1.3}
+del _ULTRA["int8"]
+_V7X = {"bfloat16": 2307.0, "float8": 4614.0}
 
+# Names; peaks in TFLOP/s; memory in TB/s and GB; GB/s within and between hosts; devices of a host.
+_GPUS = (
+    # https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
+    (("h100", "NVIDIA H100 80GB HBM3"), _HOPPER, (3.35, 80), (450, 50), 8),
+    # https://www.nvidia.com/en-us/data-center/h200/
+    (("h200", "NVIDIA H200"), _HOPPER, (4.8, 141), (450, 50), 8),
+    # nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    (("a100", "NVIDIA A100-SXM4-80GB"), _AMPERE, (2.039, 80), (300, 25), 8),
+    # https://resources.nvidia.com/en-us-blackwell-architecture
+    (("b200", "NVIDIA B200"), _peaks(1100, 2250, 4500, 80, 40), (8, 180), (900, 50), 8),
+    # https://www.nvidia.com/en-us/data-center/gb200-nvl72/: 72 share NVLink
+    (("gb200", "NVIDIA GB200"), _BLACKWELL, (8, 186), (900, 50), 72),
+    # https://www.nvidia.com/en-us/data-center/gb300-nvl72/
+    (("gb300", "NVIDIA GB300"), _ULTRA, (8, 279), (900, 100), 72),
+)
+_TPUS = (
+    # https://cloud.google.com/tpu/docs/v5p, v6e and tpu7x
+    (("v5p", "TPU v5", "TPU v5p"), {"bfloat16": 459.0}, (2.765, 95), (600, 600), 4),
+    (("v6e", "TPU v6 lite", "TPU v6e"), {"bfloat16": 918.0, "int8": 1836.0}, (1.64, 32), (448, 448), 4),
+    (("v7x", "TPU7x"), _V7X, (7.38, 192), (1200, 1200), 4),
+)
 CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        _gpu(
-            "h100", "NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM 80 GB", _HOPPER, 3.35, 80, (450, 50),
-            "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper",
-        ),
-        _gpu(
-            "h200", "NVIDIA H200", "NVIDIA H200 SXM 141 GB", _HOPPER, 4.8, 141, (450, 50),
-            f"{_NVIDIA}/en-us/data-center/h200/",
-        ),
-        _gpu(
-            "a100", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM 80 GB", _AMPERE, 2.039, 80, (300, 25),
-            f"{_NVIDIA}/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
-        ),
-        _gpu(
-            "b200", "NVIDIA B200", "NVIDIA B200 SXM 180 GB", _tensor_cores(1100, 2250, 4500, 80, 40), 8, 180, (900, 50),
-            "https://resources.nvidia.com/en-us-blackwell-architecture",
-        ),
-        _gpu(
-            "gb200", "NVIDIA GB200", "NVIDIA GB200, 72 of which share NVLink", _tensor_cores(1250, 2500, 5000, 80, 40),
-            8, 186, (900, 50), f"{_NVIDIA}/en-us/data-center/gb200-nvl72/", devices_per_host=72,
-        ),
-        _gpu(
-            "gb300", "NVIDIA GB300", "NVIDIA GB300, 72 of which share NVLink", _BLACKWELL_ULTRA,
-            8, 279, (900, 100), f"{_NVIDIA}/en-us/data-center/gb300-nvl72/", devices_per_host=72,
-        ),
-        Chip(
-            "v5p", ("TPU v5", "TPU v5p"), "Google Cloud TPU v5p", "tpu", {"bfloat16": 459e12}, "bfloat16", 2.765e12,
-            95_000_000_000, 600, 600, devices_per_host=4, source="https://cloud.google.com/tpu/docs/v5p",
-        ),
-        Chip(
-            "v6e", ("TPU v6 lite", "TPU v6e"), "Google Cloud TPU v6e", "tpu", {"bfloat16": 918e12, "int8": 1836e12},
-            "bfloat16", 1.64e12, 32_000_000_000, 448, 448, devices_per_host=4,
-            source="https://cloud.google.com/tpu/docs/v6e",
-        ),
-        Chip(
-            "v7x", ("TPU7x",), "Google Cloud TPU v7x", "tpu", {"bfloat16": 2307e12, "float8": 4614e12}, "bfloat16",
-            7.38e12, 192_000_000_000, 1200, 1200, devices_per_host=4, source="https://cloud.google.com/tpu/docs/tpu7x",
-        ),
+    name: Chip(
+        name, tuple(kinds), platform, {dtype: float(round(1e12 * peak)) for dtype, peak in peaks.items()},
+        float(round(1e12 * tb_per_s)), gb * 10**9, *links, devices_per_host,
     )
+    for platform, rows in (("gpu", _GPUS), ("tpu", _TPUS))
+    for (name, *kinds), peaks, (tb_per_s, gb), links, devices_per_host in rows
 }  # fmt: skip
+# Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
+_IN_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+_IN_2D = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
 
 
 def chip_of(device_kind: str) -> Chip:
-    """Gives the chip that a driver or JAX calls so.
-
-    Raises:
-        ValueError: If its numbers are not known.
-
-    Example:
-        >>> chip_of("NVIDIA H100 80GB HBM3").name
-        'h100'
-    """
+    """Gives the chip that a driver or JAX calls so; raises a ValueError if its numbers are not known."""
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip
     known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
     raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
-
-
-# Chips of a slice -> its shape. Other counts make no torus of whole 2x2 hosts.
-_IN_3D = dict(zip(
-    (4, 8, 16, 32, 64, 128, 256, 512), "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8".split(), strict=True
-))  # fmt: skip
-_IN_2D = dict(zip((4, 8, 16, 32, 64, 128, 256), "2x2 2x4 4x4 4x8 8x8 8x16 16x16".split(), strict=True))
-_TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
 
 
 @dataclass(frozen=True)
@@ -178,10 +122,8 @@ class Target:
     @property
     def spec(self) -> str:
         """The canonical spec."""
-        if self.platform == "tpu":
-            return f"{self.chip.name}:{self.num_devices}"
-        hosts = "" if self.num_hosts == 1 else f"{self.num_hosts}x"
-        return f"{self.chip.name}:{hosts}{self.devices_per_host}"
+        is_one = self.platform == "tpu" or self.num_hosts == 1
+        return f"{self.chip.name}:{self.num_devices if is_one else f'{self.num_hosts}x{self.devices_per_host}'}"
 
     @property
     def topology(self) -> str:
@@ -196,10 +138,6 @@ def target(spec: str) -> Target:
 
     Raises:
         ValueError: If the chip is unknown, or machines do not come in that size.
-
-    Example:
-        >>> target("h100:32").spec, target("h100:32").num_hosts
-        ('h100:4x8', 4)
     """
     found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
     if found is None:
@@ -215,13 +153,12 @@ def target(spec: str) -> Target:
         if devices not in _TOPOLOGIES[name]:
             *others, last = map(str, _TOPOLOGIES[name])
             raise ValueError(f"target {spec!r} makes no torus: {name} comes in {', '.join(others)} or {last} chips")
-        return Target(chip, devices // whole, whole)
-    if hosts is not None:
+    elif hosts is not None:
         if not (1 <= devices <= whole and int(hosts) >= 1):
             raise ValueError(f"target {spec!r} must have at least 1 host of 1 to {whole} devices")
         return Target(chip, int(hosts), devices)
-    if 1 <= devices <= whole:
+    elif devices < whole and devices:
         return Target(chip, 1, devices)
-    if devices == 0 or devices % whole:
+    elif devices == 0 or devices % whole:
         raise ValueError(f"target {spec!r} must have 1 to {whole} devices, a multiple of {whole}, or hosts x devices")
     return Target(chip, devices // whole, whole)

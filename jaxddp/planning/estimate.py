@@ -32,7 +32,7 @@ from .workload import Workload
 _HOST_LAUNCH_S = 5e-6
 _UPDATE_BYTES = (32, 132)  # AdamW reads and writes parameter and moments in float32, reads the gradient, and its norm
 _KERNELS_OF_A_BLOCK = (12, 45)
-_UPDATE_KERNELS = (1, 15)
+_UPDATE_KERNELS = 15  # a tensor, operation by operation
 _LOGITS_PASSES = 3  # the loss reads the logits, and reads and writes them in float32
 
 
@@ -46,91 +46,50 @@ class StepTime(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The step."""
+        """The whole step."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A data-parallel training run on one kind of chip.
-
-    Attributes:
-        chip: With its rates: ``as_measured``, or published peaks.
-        products: The dtype in which products are computed, as in ``Chip.flops_per_s``.
-        tokens: Of a rank in one micro-batch.
-        strategy: One of ``formulas.STRATEGIES``.
-        bucket_mb: MiB of a bucket.
-        element_bytes: Of an activation, and of a gathered parameter.
-        gradient_bytes: Of a gradient on the wire.
-        is_compiled: Whether operations are fused, and launched without the host.
-    """
+    """A data-parallel training run on one kind of chip."""
 
     workload: Workload
-    chip: Chip
-    products: str
+    chip: Chip  # with its rates: ``as_measured``, or published peaks
+    products: str  # the dtype in which products are computed, as in ``Chip.flops_per_s``
     network: Network
     num_ranks: int
-    tokens: int
+    tokens: int  # of a rank in one micro-batch
     num_microbatches: int = 1
-    strategy: str = "bucketed"
+    strategy: str = "bucketed"  # one of ``formulas.STRATEGIES``
     bucket_mb: float = DEFAULT_BUCKET_MB
-    element_bytes: int = 2
-    gradient_bytes: int = 4
-    is_compiled: bool = True
-
-    @property
-    def num_layers(self) -> int:
-        """Blocks, or other units that are computed one after the other."""
-        return max(1, len(self.workload.unit_tensors) - 2)
+    element_bytes: int = 2  # of an activation, and of a gathered parameter
+    gradient_bytes: int = 4  # of a gradient on the wire
+    is_compiled: bool = True  # whether operations are fused, and launched without the host
 
 
 def estimate(run: Run) -> StepTime:
-    """Estimates one step.
-
-    Example:
-        >>> from ..network import measured
-        >>> from .chips import CHIPS
-        >>> from .products import as_measured
-        >>> from .workload import transformer
-        >>> model = transformer(32_000, 4096, 4096, 32, 32, 11_008, attention="flash")
-        >>> run = Run(model, as_measured(CHIPS["h100"]), "bfloat16", measured("h100:8"), 8, 8192, strategy="zero3")
-        >>> round(estimate(run).step_s, 1)
-        0.6
-    """
-    forward_s, backward_s = forward_seconds(run), _backward_seconds(run)
-    exposed_s = _exposed_seconds(run, forward_s, backward_s)
-    if run.strategy == "zero3":
-        exposed_s *= run.num_microbatches
-    return StepTime(
-        run.num_microbatches * forward_s, run.num_microbatches * backward_s, _optimizer_seconds(run), exposed_s
+    """Estimates one step."""
+    work, again = run.workload, run.workload.recomputed
+    products_s, moved_s, mix_s = product_seconds(run), _moved_seconds(run), _attention_seconds(run, 2)
+    forward_s = _launched(run, products_s + mix_s + moved_s, 1)
+    gradients_s = sum(
+        count * (_product_s(run, run.tokens, rows, columns) + _product_s(run, rows, columns, run.tokens))
+        for count, rows, columns in work.products
     )
+    is_flash = work.attention is not None and work.attention.is_flash
+    attention_s = _attention_seconds(run, 5 if is_flash else 4) + (mix_s if again == 1 else 0.0)
+    computed_s = gradients_s + again * products_s + attention_s + (2 + math.ceil(again)) * moved_s
+    backward_s = _launched(run, computed_s, 2 + again)
+    exposed_s = _exposed_seconds(run, forward_s, backward_s) if run.num_ranks > 1 else 0.0
+    passes = run.num_microbatches
+    exposed_s *= passes if run.strategy == "zero3" else 1
+    return StepTime(passes * forward_s, passes * backward_s, _optimizer_seconds(run), exposed_s)
 
 
 def product_seconds(run: Run) -> float:
     """Seconds of the forward's products of all tokens with matrices."""
-    return sum(
-        count * _product_s(run, run.tokens, columns, rows) for count, rows, columns in run.workload.products
-    )  # fmt: skip
-
-
-def forward_seconds(run: Run) -> float:
-    """Seconds of one forward."""
-    return _launched(run, product_seconds(run) + _attention_seconds(run, 2) + _moved_seconds(run), 1)
-
-
-def _backward_seconds(run: Run) -> float:
-    """Gradients of inputs and of matrices, and what is computed again."""
-    of_inputs = sum(
-        count * _product_s(run, run.tokens, rows, columns) for count, rows, columns in run.workload.products
-    )
-    of_matrices = sum(
-        count * _product_s(run, rows, columns, run.tokens) for count, rows, columns in run.workload.products
-    )  # fmt: skip
-    is_flash = run.workload.attention is not None and run.workload.attention.is_flash
-    again = run.workload.recomputed
-    products = of_inputs + of_matrices + again * product_seconds(run)
-    attention = _attention_seconds(run, 5 if is_flash else 4) + (_attention_seconds(run, 2) if again == 1 else 0.0)
-    return _launched(run, products + attention + (2 + math.ceil(again)) * _moved_seconds(run), 2 + again)
+    return sum(count * _product_s(run, run.tokens, columns, rows) for count, rows, columns in run.workload.products)
 
 
 def _product_s(run: Run, rows: int, columns: int, contracted: int) -> float:
@@ -155,44 +114,52 @@ def _moved_seconds(run: Run) -> float:
     workload = run.workload
     elements = workload.moved_per_token if run.is_compiled else workload.moved_unfused_per_token
     vocab = workload.products[-1][2] if workload.attention else 0
-    num_bytes = run.tokens * (elements * run.element_bytes + _LOGITS_PASSES * 4 * vocab)
-    return num_bytes / memory_rate(run.chip)
+    return run.tokens * (elements * run.element_bytes + _LOGITS_PASSES * 4 * vocab) / memory_rate(run.chip)
 
 
 def _launched(run: Run, seconds: float, passes: float) -> float:
     """Adds the gaps of kernels to what they take; if the host launches each, it takes at least as long as that."""
-    kernels = passes * run.num_layers * _KERNELS_OF_A_BLOCK[not run.is_compiled]
+    num_layers = max(1, len(run.workload.unit_tensors) - 2)
+    kernels = passes * num_layers * _KERNELS_OF_A_BLOCK[not run.is_compiled]
     return seconds + kernels * kernel_s(run.chip) if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
 
 
 def _optimizer_seconds(run: Run) -> float:
-    is_sharded = run.strategy not in DATA_PARALLEL
-    share = 1 / run.num_ranks if is_sharded else 1.0
+    share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
     seconds = share * run.workload.num_params * _UPDATE_BYTES[not run.is_compiled] / memory_rate(run.chip)
-    launches = share * len(run.workload.tensors) * _UPDATE_KERNELS[not run.is_compiled] * _HOST_LAUNCH_S
-    return seconds if run.is_compiled else max(seconds, launches)
+    launches_s = share * len(run.workload.tensors) * _UPDATE_KERNELS * _HOST_LAUNCH_S
+    return seconds if run.is_compiled else max(seconds, launches_s)
 
 
 def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
-    if run.num_ranks == 1:
-        return 0.0
-    if run.strategy == "zero3":
-        return _exposed_of_zero3(run, forward_s, backward_s)
+    def seconds(kind: str, sizes: Sequence[float]) -> float:  # of collectives of all ranks one after the other
+        alike = {size: sizes.count(size) for size in sizes}
+        return sum(count * run.network.seconds(kind, size, range(run.num_ranks)) for size, count in alike.items())
+
     tensors = [elements * run.gradient_bytes for elements in run.workload.tensor_elements]
     every = float(sum(tensors))
-    if run.strategy == "flat":  # packed and unpacked: read and written twice
-        return _seconds(run, "all-reduce", [every]) + 4 * every / memory_rate(run.chip)
-    if run.strategy in ("naive", "sharded_optimizer"):
-        updates = [4.0 * elements for elements in run.workload.tensor_elements]
-        after = _seconds(run, "broadcast", updates) if run.strategy == "sharded_optimizer" else 0.0
-        return _seconds(run, "all-reduce", tensors) + after
-    if run.strategy != "overlapped":
-        tensors = _buckets(tensors, run.bucket_mb * MIB)
+    match run.strategy:
+        case "zero3":
+            gathers = [float(run.element_bytes * unit) for unit in run.workload.unit_params]
+            scatters = [float(run.gradient_bytes * unit) for unit in run.workload.unit_params]
+            first_and_last = seconds("all-gather", gathers[:1]) + seconds("reduce-scatter", scatters[:1])
+            in_backward = seconds("all-gather", gathers[:-1]) + seconds("reduce-scatter", scatters[1:])
+            in_forward = seconds("all-gather", gathers[1:])
+            return first_and_last + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s)
+        case "flat":  # packed and unpacked: read and written twice
+            return seconds("all-reduce", [every]) + 4 * every / memory_rate(run.chip)
+        case "naive":
+            return seconds("all-reduce", tensors)
+        case "sharded_optimizer":
+            updates = [4.0 * elements for elements in run.workload.tensor_elements]
+            return seconds("all-reduce", tensors) + seconds("broadcast", updates)
+    buckets = tensors if run.strategy == "overlapped" else _buckets(tensors, run.bucket_mb * MIB)
     kind = "all-reduce" if run.strategy in DATA_PARALLEL else "reduce-scatter"
-    last = _seconds(run, kind, tensors[-1:])
-    update = _seconds(run, "all-gather", [float(run.element_bytes * run.workload.num_params)])
-    hidden_s = backward_s * (1 - 1 / len(tensors))  # once the first bucket is full
-    return last + max(0.0, _seconds(run, kind, tensors[:-1]) - hidden_s) + (0.0 if kind == "all-reduce" else update)
+    hidden_s = backward_s * (1 - 1 / len(buckets))  # once the first bucket is full
+    exposed_s = seconds(kind, buckets[-1:]) + max(0.0, seconds(kind, buckets[:-1]) - hidden_s)
+    if kind == "reduce-scatter":
+        exposed_s += seconds("all-gather", [float(run.element_bytes * run.workload.num_params)])
+    return exposed_s
 
 
 def _buckets(tensors: list[int], cap: float) -> list[int]:
@@ -203,19 +170,3 @@ def _buckets(tensors: list[int], cap: float) -> list[int]:
             found.append(0)
         found[-1] += num_bytes
     return found
-
-
-def _exposed_of_zero3(run: Run, forward_s: float, backward_s: float) -> float:
-    units = run.workload.unit_params
-    gathers = [float(run.element_bytes * unit) for unit in units]
-    scatters = [float(run.gradient_bytes * unit) for unit in units]
-    first, last = _seconds(run, "all-gather", gathers[:1]), _seconds(run, "reduce-scatter", scatters[:1])
-    in_forward = _seconds(run, "all-gather", gathers[1:])
-    in_backward = _seconds(run, "all-gather", gathers[:-1]) + _seconds(run, "reduce-scatter", scatters[1:])
-    return first + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s) + last
-
-
-def _seconds(run: Run, kind: str, sizes: Sequence[float]) -> float:
-    """Seconds of collectives of all ranks one after the other."""
-    alike = {size: sizes.count(size) for size in sizes}
-    return sum(count * run.network.seconds(kind, size, range(run.num_ranks)) for size, count in alike.items())

@@ -1,7 +1,7 @@
 """Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
 
-Sizes are in bytes, times in seconds, rates per second. Arguments may be NumPy arrays and are not checked: ``plan.py``
-and the commands check what a user gives.
+Sizes are in bytes, times in seconds, rates per second. Arguments are not checked: ``plan.py`` and the commands check
+what a user gives.
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
 dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
@@ -19,15 +19,13 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent over one stream, in order. Bucket i takes c_i to compute and m_i = s_i / w + o to send: s_i bytes at an
-algorithm bandwidth w, and o per call. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step
-waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent over one stream, in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i
+to compute and m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the
+step waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
     compute-bound, s/w < C:          n* = max(sqrt(C/o), (C - s/w)/o)        T* = s/(n* w) + o, in the latter case
-
-If computing a bucket takes as long as sending it without latency, C = s/w: n* = sqrt(s/(w o)), T* = 2 sqrt(s o / w).
 
 Compute-bound. N = X Y R devices: X ranks share parameters and gather them (FSDP), Y split each matrix (TP), R replicas
 reduce their gradients (DP). A step has B tokens, the model P parameters of e bytes, f FLOPs per token of a forward, and
@@ -40,9 +38,8 @@ groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 wh
     TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
     DP               0                                2 e P r(R) / (X Y W_R)           the same
 
-A torus axis of a TPU sends in both directions of its ring, so W is twice the one-way rate of a link. The times of FSDP
-and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as compute does, so
-there may be none.
+The times of FSDP and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as
+compute does, so there may be none.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
@@ -87,29 +84,23 @@ MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the training state on one device; gradients are those that outlive their bucket, with accumulators."""
+    """Bytes of the training state on one device; gradients with accumulators."""
 
-    parameters: Any
-    gradients: Any
-    optimizer_state: Any
+    parameters: float
+    gradients: float
+    optimizer_state: float
 
     @property
-    def total(self) -> Any:
+    def total(self) -> float:
         """Sum of all three."""
-        return self.parameters + self.gradients + self.optimizer_state
+        return sum(self)
 
 
-def state_bytes(num_params: Any, stage: int, num_ranks: Any = 1, per_parameter: PerParameter = FP32) -> StateBytes:
-    """Computes the training state on each of N ranks, without padding.
-
-    Example:
-        >>> [float(state_bytes(1, stage, 64, MIXED).total) for stage in STAGES]
-        [16.0, 4.1875, 2.21875, 0.25]
-    """
+def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
+    """Computes the training state on each of N ranks, without padding."""
     p, g, k, a = per_parameter
-    part = np.true_divide(num_params, num_ranks)
     sharded_from = ((3, p), (2, g + a), (1, k))
-    return StateBytes(*((part if stage >= first else num_params) * each for first, each in sharded_from))
+    return StateBytes(*(num_params / (num_ranks if stage >= first else 1) * each for first, each in sharded_from))
 
 
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
@@ -118,63 +109,45 @@ def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: 
     return max(sum(unit_params[start : start + num_units]) for start in starts) * element_bytes / tp
 
 
-def activation_bytes(
-    tokens: Any, kept_per_token: float, kept_cut_per_token: float = 0, element_bytes: float = 2, tp: Any = 1
-) -> Any:
-    """Computes what the backward needs from the forward, without recomputation; TP splits ``kept_cut_per_token``.
-
-    Example:
-        >>> float(activation_bytes(1, 126 * (16384 + 53248)))
-        17547264.0
-    """
-    return np.multiply(tokens, kept_per_token + np.true_divide(kept_cut_per_token, tp)) * element_bytes
+def activation_bytes(tokens: float, kept: float, kept_cut: float = 0, element_bytes: float = 2, tp: int = 1) -> float:
+    """Computes what the backward needs, with elements per token that are kept; TP splits ``kept_cut``."""
+    return tokens * (kept + kept_cut / tp) * element_bytes
 
 
-def least_ranks(cut_bytes: Any, whole_bytes: Any, capacity_bytes: Any) -> Any:
-    """Computes the smallest N with ``cut / N + whole < capacity``; inf if the whole alone does not fit.
-
-    Example:
-        >>> float(least_ranks(cut_bytes=3_517_578_215_424, whole_bytes=0, capacity_bytes=95e9))
-        38.0
-    """
-    room = np.asarray(capacity_bytes, float) - whole_bytes
-    return np.where(room > 0, np.floor(np.divide(cut_bytes, np.where(room > 0, room, 1.0))) + 1, np.inf)
+def least_ranks(cut_bytes: float, whole_bytes: float, capacity_bytes: float) -> float:
+    """Computes the smallest N with ``cut / N + whole < capacity``; inf if the whole alone does not fit."""
+    room = capacity_bytes - whole_bytes
+    return math.floor(cut_bytes / room) + 1 if room > 0 else math.inf
 
 
 class Traffic(NamedTuple):
     """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter."""
 
-    gradients: Any
-    parameters: Any
+    gradients: int
+    parameters: int
 
     @property
-    def total(self) -> Any:
+    def total(self) -> int:
         """Gradients and parameters."""
-        return self.gradients + self.parameters
+        return sum(self)
 
 
-def traffic(strategy: str, num_microbatches: Any = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
-    """Counts what a strategy sends over A micro-batches.
-
-    Example:
-        >>> [int(traffic(name).total) for name in ("bucketed", "zero1", "zero2", "zero3", "sharded_optimizer")]
-        [2, 2, 2, 3, 3]
-    """
-    times = np.asarray(num_microbatches if reduce == "every" else 1)
+def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
+    """Counts what a strategy sends over A micro-batches."""
+    reductions = num_microbatches if reduce == "every" else 1
     if strategy in DATA_PARALLEL:
-        return Traffic(2 * times, 0 * times)
+        return Traffic(2 * reductions, 0)
     if strategy == "sharded_optimizer":
-        return Traffic(2 * times, 1 + 0 * times)
-    gathered = 2 * np.asarray(num_microbatches) if strategy == "zero3" else 1 + 0 * times
-    return Traffic(times, gathered)
+        return Traffic(2 * reductions, 1)
+    return Traffic(reductions, 2 * num_microbatches if strategy == "zero3" else 1)
 
 
 def sent_bytes(
-    traffic: Traffic, num_params: Any, num_ranks: Any, gradient_bytes: float = 4, parameter_bytes: float = 4
-) -> Any:
+    traffic: Traffic, num_params: float, num_ranks: int, gradient_bytes: float = 4, parameter_bytes: float = 4
+) -> float:
     """Computes the bytes that each rank sends per optimizer step; the last two are per element on the wire."""
     units = traffic.gradients * gradient_bytes + traffic.parameters * parameter_bytes
-    return units * np.multiply(num_params, np.subtract(num_ranks, 1) / np.asarray(num_ranks))
+    return units * num_params * (num_ranks - 1) / num_ranks
 
 
 class Buckets(NamedTuple):
@@ -189,13 +162,7 @@ class Buckets(NamedTuple):
 def best_buckets(
     compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
 ) -> Buckets:
-    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o; the latency must not be 0.
-
-    Example:
-        >>> best = best_buckets(compute_s=0.1, num_bytes=2e9, bytes_per_s=1e10, latency_s=1e-3)
-        >>> round(best.num_buckets, 6), round(best.tail_s, 6), best.regime
-        (10.0, 0.12, 'communication-bound')
-    """
+    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o, which must not be 0."""
     send_s = num_bytes / bytes_per_s
     n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
@@ -207,34 +174,26 @@ _MULTIPLES = {"forward": (1, 1, 1, 0), "backward": (2, 2, 1, 1), "both": (3, 3, 
 
 
 class DeviceRates(NamedTuple):
-    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group. W_R is W_X when None."""
+    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group. W_R is W_X when 0."""
 
     flops_per_s: float
     fsdp_bytes_per_s: float
     tp_bytes_per_s: float
-    dp_bytes_per_s: float | None = None
+    dp_bytes_per_s: float = 0
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of the compute-bound conditions.
+    """Assumptions of the compute-bound conditions."""
 
-    Attributes:
-        passes: ``"forward"``, ``"backward"`` or ``"both"``.
-        overlapped_axes: Whether collectives of FSDP, TP and DP run at the same time.
-        ring_factors: Whether r(n) is (n-1)/n instead of 1.
-        element_bytes: e.
-    """
+    passes: str = "forward"  # or "backward", or "both"
+    overlapped_axes: bool = False  # whether collectives of FSDP, TP and DP run at the same time
+    ring_factors: bool = False  # whether r(n) is (n-1)/n instead of 1
+    element_bytes: float = 2  # e
 
-    passes: str = "forward"
-    overlapped_axes: bool = False
-    ring_factors: bool = False
-    element_bytes: float = 2
-
-    def ring(self, num_ranks: Any) -> Any:
+    def ring(self, num_ranks: float) -> float:
         """r(n); 0 for a group of one, which sends nothing."""
-        n = np.asarray(num_ranks, float)
-        return (n - 1) / n if self.ring_factors else np.where(n > 1, 1.0, 0.0)
+        return (num_ranks - 1) / num_ranks if self.ring_factors else float(num_ranks > 1)
 
 
 DEFAULT = Assumptions()
@@ -243,65 +202,56 @@ DEFAULT = Assumptions()
 class Times(NamedTuple):
     """Seconds of each kind of work: matrix products, and the collectives of FSDP, TP and DP."""
 
-    compute_s: Any
-    fsdp_s: Any
-    tp_s: Any
-    dp_s: Any
+    compute_s: float
+    fsdp_s: float
+    tp_s: float
+    dp_s: float
 
-    def communication_s(self, assumptions: Assumptions) -> Any:
+    def communication_s(self, assumptions: Assumptions) -> float:
         """Seconds of all communication: the longest kind if they overlap, otherwise the sum."""
-        kinds = (self.fsdp_s, self.tp_s, self.dp_s)
-        return np.maximum.reduce(np.broadcast_arrays(*kinds)) if assumptions.overlapped_axes else sum(kinds)
+        kinds = self.fsdp_s, self.tp_s, self.dp_s
+        return max(kinds) if assumptions.overlapped_axes else sum(kinds)
 
 
 def times(
     workload: Workload,
     rates: DeviceRates,
-    tokens: Any,
-    fsdp: Any,
-    tp: Any,
-    dp: Any = 1,
+    tokens: float,
+    fsdp: float,
+    tp: float,
+    dp: float = 1,
     assumptions: Assumptions = DEFAULT,
 ) -> Times:
     """Computes the times of the table above, with ``tokens`` for B over all devices, X, Y and R."""
-    x, y, r = (np.asarray(ranks, float) for ranks in (fsdp, tp, dp))
     size_bytes = assumptions.element_bytes * workload.num_params
-    summed_bytes = assumptions.element_bytes * workload.summed_per_token * np.asarray(tokens, float)
-    dp_bytes_per_s = rates.dp_bytes_per_s or rates.fsdp_bytes_per_s
+    summed_bytes = assumptions.element_bytes * workload.summed_per_token * tokens
     compute, gathers, reductions, sums = _MULTIPLES[assumptions.passes]
     again = workload.recomputed if assumptions.passes != "forward" else 0.0
     return Times(
-        (compute + again) * workload.flops_per_token * np.asarray(tokens, float) / (x * y * r * rates.flops_per_s),
-        gathers * size_bytes * assumptions.ring(x) / (y * rates.fsdp_bytes_per_s),
-        reductions * 2 * summed_bytes * assumptions.ring(y) / (x * r * rates.tp_bytes_per_s),
-        sums * 2 * size_bytes * assumptions.ring(r) / (x * y * dp_bytes_per_s),
+        (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
+        gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
+        reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
+        sums * 2 * size_bytes * assumptions.ring(dp) / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
     )
 
 
 def min_tokens(
-    workload: Workload, rates: DeviceRates, fsdp: Any, tp: Any, dp: Any = 1, assumptions: Assumptions = DEFAULT
-) -> Any:
-    """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough.
-
-    Example:
-        >>> from .workload import feed_forward
-        >>> v5p = DeviceRates(flops_per_s=4.6e14, fsdp_bytes_per_s=2 * 1.8e11, tp_bytes_per_s=1.8e11)
-        >>> round(float(min_tokens(feed_forward(16384, 53248), v5p, fsdp=16, tp=4)), 1)
-        25301.7
-    """
+    workload: Workload, rates: DeviceRates, fsdp: float, tp: float, dp: float = 1, assumptions: Assumptions = DEFAULT
+) -> float:
+    """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough."""
     one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # one token: splits what grows with B from what does not
     fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
-    room_s = one.compute_s - (0.0 if assumptions.overlapped_axes else one.tp_s)
-    possible = one.compute_s >= one.tp_s if assumptions.overlapped_axes else room_s > 0
-    return np.where(possible, fixed_s / np.where(possible, room_s, 1.0), np.inf)
+    if assumptions.overlapped_axes:
+        return fixed_s / one.compute_s if one.compute_s >= one.tp_s else math.inf
+    return fixed_s / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf
 
 
 class Split(NamedTuple):
     """A split of devices into FSDP (X) and tensor parallelism (Y), and the smallest compute-bound batch."""
 
-    fsdp: Any
-    tp: Any
-    tokens: Any
+    fsdp: int
+    tp: int
+    tokens: float
 
 
 def best_split(
@@ -311,43 +261,29 @@ def best_split(
     assumptions: Assumptions = DEFAULT,
 ) -> Split:
     """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
-    found = []
-    for tp in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
-        fsdp = num_devices // tp
-        found.append(Split(fsdp, tp, float(min_tokens(workload, rates(fsdp, tp), fsdp, tp, 1, assumptions))))
+    splits = [(num_devices // tp, tp) for tp in range(1, num_devices + 1) if num_devices % tp == 0]
+    found = [Split(*each, min_tokens(workload, rates(*each), *each, 1, assumptions)) for each in splits]
     return min(found, key=lambda split: split.tokens)
 
 
 class Fit(NamedTuple):
-    """Latency o and algorithm bandwidth w of a sweep, and residuals: fitted over measured time, minus 1.
-
-    A negative latency means that the model does not describe the sweep.
-    """
+    """Of a sweep; a negative latency means that the model does not describe it."""
 
     latency_s: float
     bytes_per_s: float
-    residuals: np.ndarray
+    residuals: np.ndarray  # fitted over measured time, minus 1
 
 
 def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
-    """Fits ``t = o + S / w`` to a sweep of sizes, by relative error: times span three decades.
+    """Fits ``t = o + S / w`` by relative error: times span three decades.
 
-    Raises:
-        ValueError: If there are fewer than two different sizes, or times do not grow with sizes.
-
-    Example:
-        >>> fit = fit_sweep([1e6, 2e6, 4e6], [0.002, 0.003, 0.005])
-        >>> round(fit.latency_s, 9), round(fit.bytes_per_s / 1e9, 9)
-        (0.001, 1.0)
+    Raises a ValueError if there are fewer than two different sizes, or times do not grow with sizes.
     """
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if len(set(size)) < 2:
         raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")
-    columns = np.stack([1 / time, size / time], axis=1)
-    scale = np.abs(columns).max(axis=0)  # microseconds against gigabytes: normalise both columns
-    solution, *_ = np.linalg.lstsq(columns / scale, np.ones_like(time), rcond=None)
-    latency, seconds_per_byte = solution / scale
+    seconds_per_byte, latency_s = np.polyfit(size, time, 1, w=1 / time)
     if seconds_per_byte <= 0:
         raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
-    residuals = columns @ (latency, seconds_per_byte) - 1
-    return Fit(float(latency), float(1 / seconds_per_byte), residuals)
+    residuals = (latency_s + seconds_per_byte * size) / time - 1
+    return Fit(float(latency_s), float(1 / seconds_per_byte), residuals)

@@ -2,9 +2,8 @@
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
 of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. The numbers are those of ``chips.py``, except for TPU v5p: the compute-bound conditions are known
-with the scaling book's rounded 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three
-axes.
+what one axis does. For TPU v5p the compute-bound conditions are known with the scaling book's rounded 4.6e14 FLOP/s and
+2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
 
 References:
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
@@ -41,14 +40,11 @@ def network_of(
     latency_us: float | None = None,
     file: str | None = None,
 ) -> Network:
-    """A target's network.
-
-    Of a target with measured rates whose collectives were measured, it is these curves within a host, unless a speed
-    there or a latency is given. Otherwise it is two numbers: the published links, apart from what is given.
+    """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     Args:
         target: Chips and hosts.
-        gb_per_s: What a device sends within its host, or over all links of its torus.
+        gb_per_s: What a device sends within its host, or over all links of its torus; the published links if None.
         host_gb_per_s: What it sends to other hosts; unused on one host.
         latency_us: Microseconds per all-reduce call; 15 if None.
         file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own,
@@ -57,9 +53,10 @@ def network_of(
     Raises:
         ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
     """
-    chip, is_one = target.chip, target.num_hosts == 1 or target.platform == "tpu"
-    between = None if is_one else chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
-    per_host = None if is_one else target.devices_per_host
+    chip, between, per_host = target.chip, None, None
+    if target.num_hosts > 1 and target.platform == "gpu":
+        between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
+        per_host = target.devices_per_host
     if chip.is_measured and is_measured(chip.name) and gb_per_s is latency_us is file is None:
         file = "measured"
     if file is None:
@@ -75,33 +72,22 @@ def network_of(
 
 
 def network_in_words(target: Target, network: Network) -> str:
-    """Where the network's speeds come from.
-
-    Example:
-        >>> from .chips import target
-        >>> network_in_words(target("h100:8"), Network(50))
-        'network, assumed: 50 GB/s a device as given, 15 us a call'
-    """
+    """Where the network's speeds come from."""
     if network.curves:
         within = f"network: as measured, {network.source}"
     else:
-        is_published = network.gb_per_s == target.chip.link_gb_per_s
-        origin = "as published, at peak" if is_published else "as given"
+        origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
     if network.host_gb_per_s is None:
         return within
-    is_published = network.host_gb_per_s == target.chip.host_link_gb_per_s
-    return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {'as published' if is_published else 'as given'}"
+    origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
+    return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
 
 
 class Axes(NamedTuple):
-    """How many axes of a torus each kind of group spans.
+    """How many axes of a torus each kind of group spans, M_X, M_Y and M_R.
 
-    Attributes:
-        fsdp: M_X.
-        tp: M_Y.
-        dp: M_R.
-        is_exact: Whether the groups are products of whole axes; otherwise the counts are assumed.
+    ``is_exact`` is whether the groups are products of whole axes; otherwise the counts are assumed.
     """
 
     fsdp: int
@@ -112,29 +98,16 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices to plan for.
+    """Devices to plan for; raises a ValueError if a number is out of range."""
 
-    Attributes:
-        name: A target spec, as in ``--target``.
-        flops_per_s: Peak of one device, for the planned dtype.
-        memory_bytes: Of one device.
-        network: What a device sends; on a torus, over one of its axes.
-        torus: Sides; empty on GPUs.
-        products: The dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand.
-        chip: Of the devices, with its rates; None if ``flops_per_s`` was set by hand.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
-
-    name: str
+    name: str  # a target spec
     num_devices: int
-    flops_per_s: float
-    memory_bytes: float
-    network: Network
-    torus: tuple[int, ...] = ()
-    products: str = ""
-    chip: Chip | None = None
+    flops_per_s: float  # peak of one device, for the planned dtype
+    memory_bytes: float  # of one device
+    network: Network  # what a device sends; on a torus, over one of its axes
+    torus: tuple[int, ...] = ()  # sides; empty on GPUs
+    products: str = ""  # the dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand
+    chip: Chip | None = None  # with its rates; None if ``flops_per_s`` was set by hand
 
     def __post_init__(self) -> None:
         check_positive("flops_per_s", self.flops_per_s)
@@ -143,15 +116,11 @@ class Cluster:
     def axes(self, fsdp: int, tp: int) -> Axes:
         """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
 
-        Returns:
-            Whole axes whose sides multiply to the group sizes, if there are any. Otherwise two axes for FSDP and one
-            for tensor parallelism, or all three for FSDP alone.
+        If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
         """
         groups = [fsdp, tp, math.prod(self.torus) // (fsdp * tp)]
-        for assignment in itertools.product(range(3), repeat=len(self.torus)):
-            sides = [
-                [side for side, group in zip(self.torus, assignment, strict=True) if group == kind] for kind in range(3)
-            ]
+        for kinds in itertools.product(range(3), repeat=len(self.torus)):
+            sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
             if [math.prod(each) for each in sides] == groups:
                 # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
                 over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
@@ -186,16 +155,16 @@ def cluster_of(
 ) -> Cluster:
     """Makes the cluster of a target: its published numbers, apart from what is given.
 
-    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis.
-
-    Raises:
-        ValueError: If a number is out of range, or the chip has no published peak for the dtype.
+    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis. Raises a
+    ValueError if a number is out of range, or the chip has no published peak for the dtype.
     """
-    chip = target.chip
+    chip, is_torus = target.chip, target.platform == "tpu"
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    if flops_per_s is None and key not in chip.flops_per_s:
-        raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
-    is_torus = chip.platform == "tpu"
+    by_hand = flops_per_s is not None
+    if flops_per_s is None:
+        if key not in chip.flops_per_s:
+            raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
+        flops_per_s = _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key])
     if is_torus and host_gb_per_s is not None:
         raise ValueError(f"host_gb_per_s (={host_gb_per_s}) must be left out for {target.spec!r}, which is one torus")
     if gb_per_s is None and file is None:
@@ -203,12 +172,10 @@ def cluster_of(
     return Cluster(
         name=target.spec,
         num_devices=target.num_devices,
-        flops_per_s=flops_per_s
-        if flops_per_s is not None
-        else _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key]),
+        flops_per_s=flops_per_s,
         memory_bytes=chip.memory_bytes if memory_bytes is None else memory_bytes,
         network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
         torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
-        products=key if flops_per_s is None else "",
-        chip=chip if flops_per_s is None else None,
+        products="" if by_hand else key,
+        chip=None if by_hand else chip,
     )

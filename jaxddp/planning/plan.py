@@ -9,7 +9,8 @@ Norm gains are counted as if tensor parallelism split them too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from ..arguments import check_integer
 from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
@@ -27,29 +28,20 @@ _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 class TrainingJob:
     """What to plan: a model on a cluster, used in one way.
 
-    Attributes:
-        fsdp: X.
-        tp: Y.
-        tokens: B, tokens per step; None for the smallest compute-bound batch.
-        sequence_length: Tokens that must stay on one rank; 1 for a model without sequences.
-        stage: ZeRO stage: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
-        accumulation_steps: K, micro-batches per step; None for the fewest that fit.
-
-    Raises:
-        ValueError: If a number is out of range, the ranks do not divide the devices, or the tokens do not divide into
-            whole sequences per data rank and micro-batch.
+    Raises a ValueError if a number is out of range, the ranks do not divide the devices, or the tokens do not divide
+    into whole sequences per data rank and micro-batch.
     """
 
     workload: Workload
     cluster: Cluster
-    fsdp: int
-    tp: int = 1
-    tokens: int | None = None
-    sequence_length: int = 1
-    stage: int = 3
+    fsdp: int  # X
+    tp: int = 1  # Y
+    tokens: int | None = None  # B, per step; None for the smallest compute-bound batch
+    sequence_length: int = 1  # tokens that must stay on one rank; 1 for a model without sequences
+    stage: int = 3  # of ZeRO: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
     per_parameter: PerParameter = FP32
-    assumptions: Assumptions = field(default_factory=Assumptions)
-    accumulation_steps: int | None = None
+    assumptions: Assumptions = formulas.DEFAULT
+    accumulation_steps: int | None = None  # K, micro-batches per step; None for the fewest that fit
 
     def __post_init__(self) -> None:
         for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
@@ -107,32 +99,20 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job.
-
-    Attributes:
-        tokens: B.
-        accumulation_steps: K; None if no number of micro-batches fits.
-        min_devices: Fewest devices with this Y and this micro-batch per rank; None if none fit.
-        min_tokens: Smallest compute-bound batch, not rounded; None if there is none.
-        times: Seconds of each kind of work in one micro-batch.
-        buckets: The best buckets of a micro-batch's gradients; None if none are reduced, or a call has no latency.
-        traffic_bytes: Bytes that each rank sends per step to data-parallel peers, by strategy.
-        flops_per_s: At which a device computes the products of a forward.
-        step: The estimate of a step; None with tensor parallelism, replicas of shards, on a torus or by hand.
-    """
+    """The plan of a job."""
 
     job: TrainingJob
-    tokens: int
-    accumulation_steps: int | None
+    tokens: int  # B
+    accumulation_steps: int | None  # K; None if no number of micro-batches fits
     bytes_per_device: dict[str, float]
-    min_devices: int | None
-    min_tokens: float | None
-    times: Times
+    min_devices: int | None  # fewest with this Y and this micro-batch per rank; None if none fit
+    min_tokens: float | None  # smallest compute-bound batch, not rounded; None if there is none
+    times: Times  # of one micro-batch
     best_split: Split
-    buckets: Buckets | None
-    traffic_bytes: dict[str, float]
-    flops_per_s: float
-    step: StepTime | None
+    buckets: Buckets | None  # best of a micro-batch's gradients; None if none are reduced, or a call has no latency
+    traffic_bytes: dict[str, float]  # that each rank sends per step to data-parallel peers, by strategy
+    flops_per_s: float  # at which a device computes the products of a forward
+    step: StepTime | None  # None with tensor parallelism, replicas of shards, on a torus or by hand
 
     @property
     def total_bytes(self) -> float:
@@ -168,12 +148,16 @@ def plan(job: TrainingJob) -> Plan:
     Raises:
         ValueError: If no tokens are given and no batch is compute-bound.
     """
+    workload, cluster, assumed = job.workload, job.cluster, job.assumptions
     rates = _rates(job, *job.ranks[:2])
-    least = float(formulas.min_tokens(job.workload, rates, *job.ranks, job.assumptions))
+    least = formulas.min_tokens(workload, rates, *job.ranks, assumed)
     tokens = _tokens(job, least)
     components = _bytes_per_device(job, tokens)
     steps = job.accumulation_steps or _fewest_steps(job, tokens, components)
-    components["activations"] /= steps or 1
+    num_microbatches = steps or 1
+    components["activations"] /= num_microbatches
+    run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
+    is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus
     return Plan(
         job=job,
         tokens=tokens,
@@ -181,15 +165,38 @@ def plan(job: TrainingJob) -> Plan:
         bytes_per_device=components,
         min_devices=_min_devices(job, components),
         min_tokens=least if math.isfinite(least) else None,
-        times=formulas.times(job.workload, rates, tokens / (steps or 1), *job.ranks, job.assumptions),
-        best_split=formulas.best_split(
-            job.workload, lambda fsdp, tp: _rates(job, fsdp, tp), job.cluster.num_devices, job.assumptions
-        ),
-        buckets=_best_buckets(job, tokens / (steps or 1), rates.flops_per_s),
+        times=formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, assumed),
+        best_split=formulas.best_split(workload, partial(_rates, job), cluster.num_devices, assumed),
+        buckets=_best_buckets(job, tokens / num_microbatches, rates.flops_per_s),
+        traffic_bytes={name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
         flops_per_s=rates.flops_per_s,
-        step=_step(job, tokens, steps or 1),
-        traffic_bytes={name: _traffic_bytes(job, name, steps or 1) for name in formulas.STRATEGIES},
+        step=estimate(run) if run is not None and is_known else None,
     )
+
+
+def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
+    """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
+    rate, latency_s = gradient_rate(job)
+    if not latency_s:
+        return None
+    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * flops_per_s)
+    num_bytes = job.workload.num_params / job.tp * job.assumptions.element_bytes
+    return formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(job.workload.tensors))
+
+
+def gradient_rate(job: TrainingJob) -> tuple[float, float]:
+    """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call.
+
+    It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
+    the whole, is all-reduced over the R replicas.
+    """
+    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
+    shared, part = (1, job.fsdp) if job.stage else (2, 1)
+    seconds_per_byte = shared * ring(job.fsdp) / rates.fsdp_bytes_per_s
+    seconds_per_byte += 2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)
+    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
+    rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
+    return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
@@ -201,28 +208,7 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> fl
     element_bytes = job.assumptions.element_bytes
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     num_params = job.workload.num_params / job.tp
-    return float(formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes))
-
-
-def gradient_rate(job: TrainingJob) -> tuple[float, float]:
-    """Computes the cost of reducing a bucket.
-
-    A bucket is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at
-    stage 0 the whole, is all-reduced over the R replicas.
-
-    Returns:
-        ``(algorithm bandwidth in bytes per second, seconds per call)``; the bandwidth is inf if nothing is sent.
-    """
-    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
-    shared = 1 if job.stage else 2
-    part = job.fsdp if job.stage else 1
-    seconds_per_byte = float(shared * ring(job.fsdp) / rates.fsdp_bytes_per_s)
-    seconds_per_byte += float(2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s))
-    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
-    return (
-        1 / seconds_per_byte if seconds_per_byte else math.inf,
-        half_calls * job.cluster.network.latency_us * 1e-6 / 2,
-    )
+    return formulas.sent_bytes(sent, num_params, job.num_data_ranks, element_bytes, param_bytes)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
@@ -245,26 +231,6 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run | None
     )  # fmt: skip
 
 
-def _step(job: TrainingJob, tokens: int, num_microbatches: int) -> StepTime | None:
-    run = _run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches)
-    is_known = job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not job.cluster.torus
-    return estimate(run) if run is not None and is_known else None
-
-
-def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
-    """The best equal buckets for the gradients of a micro-batch; a tensor is not split."""
-    rate, latency_s = gradient_rate(job)
-    if not latency_s:
-        return None
-    backward_s = 2 * job.workload.flops_per_token * tokens / (job.cluster.num_devices * flops_per_s)
-    most = len(job.workload.tensors)
-    return formulas.best_buckets(backward_s, _gradient_bytes(job), rate, latency_s, most)
-
-
-def _gradient_bytes(job: TrainingJob) -> float:
-    return job.workload.num_params / job.tp * job.assumptions.element_bytes
-
-
 def _tokens(job: TrainingJob, least: float) -> int:
     """The given tokens, or the smallest compute-bound batch rounded up to whole sequences."""
     if job.tokens is not None:
@@ -277,39 +243,33 @@ def _tokens(job: TrainingJob, least: float) -> int:
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
-    """Bytes of a device by component, in one micro-batch."""
-    element_bytes, workload = job.assumptions.element_bytes, job.workload
+    """Bytes of a device by component, in one micro-batch.
+
+    The largest bucket by default is a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB.
+    """
+    workload, element_bytes = job.workload, job.assumptions.element_bytes
     state = formulas.state_bytes(workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     gathered = formulas.gathered_bytes(workload.unit_params, element_bytes, _GATHERED_UNITS, job.tp)
     kept = workload.kept_per_token, workload.kept_cut_per_token
-    return {
-        **{name: float(num_bytes) for name, num_bytes in state._asdict().items()},
-        "gathered_parameters": gathered if job.gathers else 0.0,
-        "gradient_buckets": _bucket_bytes(job),
-        "activations": float(formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp)),
-    }
-
-
-def _bucket_bytes(job: TrainingJob) -> float:
-    """The largest bucket by default: a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB."""
-    if job.num_data_ranks == 1:
-        return 0.0
-    tensors, units, element_bytes = (
-        job.workload.tensor_elements,
-        job.workload.unit_params,
-        job.assumptions.element_bytes,
-    )
     if job.stage == 3:
-        return max(units) * element_bytes / job.tp
-    every = _gradient_bytes(job)
-    return min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, max(tensors) * element_bytes / job.tp))
+        bucket = max(workload.unit_params) * element_bytes / job.tp
+    else:
+        every = workload.num_params / job.tp * element_bytes
+        largest = max(workload.tensor_elements) * element_bytes / job.tp
+        bucket = min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, largest))
+    return {
+        **state._asdict(),
+        "gathered_parameters": gathered if job.gathers else 0.0,
+        "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
+        "activations": formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp),
+    }
 
 
 def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -> int | None:
     """Fewest micro-batches of equal size that fit; None if no number does."""
     most = tokens // job.least_tokens
     others = sum(components.values()) - components["activations"]
-    least = float(formulas.least_ranks(components["activations"], others, job.cluster.memory_bytes))
+    least = formulas.least_ranks(components["activations"], others, job.cluster.memory_bytes)
     if least > most:
         return None
     return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
@@ -320,5 +280,5 @@ def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     whole = formulas.state_bytes(num_params, job.stage, math.inf, job.held).total  # what no rank shares
     cut = num_params * job.held.total - whole
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
-    ranks = float(formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes))
+    ranks = formulas.least_ranks(cut, whole + temporary, job.cluster.memory_bytes)
     return int(ranks) * job.tp if math.isfinite(ranks) else None

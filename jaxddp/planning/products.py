@@ -43,13 +43,7 @@ KERNEL_S = 1e-6
 
 
 def as_measured(chip: Chip) -> Chip:
-    """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks.
-
-    Example:
-        >>> from .chips import CHIPS
-        >>> round(product_rate(as_measured(CHIPS["h100"]), "bfloat16", (1, 1024, 1024, 1024)) / 1e12)
-        253
-    """
+    """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks."""
     return replace(chip, is_measured=chip.name in _measurements()["best"])
 
 
@@ -63,7 +57,7 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
         return peak
     name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
     if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
-        return 1e12 * _interpolated(_table(name, _COLUMNS[dtype]), shape)
+        return 1e12 * _interpolated(*_table(name, _COLUMNS[dtype]), shape)
     if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
         return peak
     return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
@@ -86,13 +80,7 @@ def attention_rate(chip: Chip, dtype: str) -> float:
 
 
 def rates_in_words(chip: Chip) -> str:
-    """Says which rates a chip has.
-
-    Example:
-        >>> from .chips import CHIPS
-        >>> rates_in_words(CHIPS["v5p"])
-        'rates, assumed: published peaks of products and memory'
-    """
+    """Says which rates a chip has."""
     if not chip.is_measured:
         return "rates, assumed: published peaks of products and memory"
     by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []
@@ -123,24 +111,23 @@ def _measurements() -> dict[str, Any]:
 
 
 @functools.cache
-def _table(name: str, column: int) -> dict[Shape, float]:
-    return {tuple(row[:4]): row[column] for row in _measurements()["tflops"][name]}
+def _table(name: str, column: int) -> tuple[dict[Shape, float], list[list[float]]]:
+    """Rates by shape, and the measured values of each of the four sizes."""
+    table: dict[Shape, float] = {tuple(row[:4]): row[column] for row in _measurements()["tflops"][name]}
+    return table, [sorted(set(values)) for values in zip(*table, strict=True)]
 
 
-def _interpolated(table: dict[Shape, float], shape: Shape) -> float:
-    sizes = [sorted({key[place] for key in table}) for place in range(4)]
+def _interpolated(table: dict[Shape, float], sizes: list[list[float]], shape: Shape) -> float:
     batch, rows, columns, contracted = shape
     more = max(1.0, batch / sizes[0][-1])
     corners: list[list[tuple[float, float]]] = []  # of each size, the one or two measured ones beside it, with weights
     for size, known in zip((batch / more, rows * more, columns, contracted), sizes, strict=True):
         at = min(max(size, known[0]), known[-1])
-        above = next(each for each in known if each >= at)
-        below = max(each for each in known if each <= at)
+        above, below = min(each for each in known if each >= at), max(each for each in known if each <= at)
         weight = math.log(at / below) / math.log(above / below) if above > below else 0.0
         corners.append([(below, 1 - weight), (above, weight)])
     log_rate = 0.0
     for each in itertools.product(*corners):
-        at_batch, at_rows, at_columns, at_contracted = (size for size, _ in each)
-        measured = table[at_batch, at_rows, at_columns, at_contracted]
-        log_rate += math.prod(weight for _, weight in each) * math.log(measured)
+        at_corner, weights = zip(*each, strict=True)
+        log_rate += math.prod(weights) * math.log(table[at_corner])
     return math.exp(log_rate)

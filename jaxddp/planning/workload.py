@@ -4,18 +4,16 @@ All counts are for a forward pass and in elements. A product of a token with an 
 backward takes two such products, for the gradients of the input and of the weight.
 
 The feed-forward model has L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
-``(f(x W1) * x W2) W3`` (k = 3). It has P = k D F L parameters and takes 2 P FLOPs per token. Tensor parallelism splits
-F, so each rank ends with its part of the sum over F: one all-reduce of D elements per token and block. The backward
-needs the input of each matrix, D and F elements per token, and if gated also the two factors, 2 F more. Every
-tensor-parallel rank holds D in full; F is split.
+``(f(x W1) * x W2) W3`` (k = 3). Tensor parallelism splits F, so each rank ends with its part of the sum over F: one
+all-reduce of D elements per token and block. The backward needs the input of each matrix, D (whole on every rank) and
+F elements per token, and if gated also the two factors, 2 F more.
 
 The transformer by default is that of ``jaxddp.models``: attention adds four D x D matrices, two products of 2 T D FLOPs
 with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
 inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
 the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
 logits. The vocabulary is split as F is; the reductions that this needs are neglected. For seed_xl on 8 H100s in float32
-this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has temporaries of 2.49 and 9.85 GB, in
-which gradients reuse the memory of activations no longer needed.
+this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
 
 Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
 in the backward: 5 products there. Checkpointing computes activations again in the backward:
@@ -40,17 +38,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-
-
-ATTENTIONS = ("full", "flash")
-CHECKPOINTING = ("none", "selective", "full")
-_RECOMPUTED = dict(zip(CHECKPOINTING, (0.0, 0.5, 1.0), strict=True))
+_ATTENTIONS = ("full", "flash")
+_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # by checkpointing
 
 
 class Attention(NamedTuple):
     """The attention of all blocks: ``flops_per_token`` of a forward, over ``context`` tokens."""
 
-    num_layers: int
     num_heads: int
     width: int
     context: int
@@ -60,32 +54,19 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Counts of one model.
+    """Counts of one model; elements are per token of a forward."""
 
-    Attributes:
-        tensors: Names and shapes of the parameters, in forward order.
-        unit_tensors: Number of tensors of each unit that zero3 gathers at once.
-        flops_per_token: FLOPs of the forward.
-        summed_per_token: Elements that tensor parallelism all-reduces in the forward.
-        kept_per_token: Elements kept for the backward in full on every tensor-parallel rank.
-        kept_cut_per_token: Elements kept for the backward that are split over tensor-parallel ranks.
-        products: How many matrices of inputs x outputs each token is multiplied with.
-        moved_per_token: Elements that memory-bound kernels of a fused forward read and write.
-        moved_unfused_per_token: The same without fusion.
-        recomputed: Share of the forward's products that the backward computes again.
-    """
-
-    tensors: Shapes
-    unit_tensors: tuple[int, ...]
+    tensors: Shapes  # names and shapes of the parameters, in forward order
+    unit_tensors: tuple[int, ...]  # number of tensors of each unit that zero3 gathers at once
     flops_per_token: int
-    summed_per_token: int
-    kept_per_token: int
-    kept_cut_per_token: int
-    products: tuple[tuple[int, int, int], ...] = ()
+    summed_per_token: int  # elements that tensor parallelism all-reduces
+    kept_per_token: int  # elements kept for the backward in full on every tensor-parallel rank
+    kept_cut_per_token: int  # those that are split over tensor-parallel ranks
+    products: tuple[tuple[int, int, int], ...] = ()  # how many matrices of inputs x outputs a token is multiplied with
     attention: Attention | None = None
-    moved_per_token: int = 0
+    moved_per_token: int = 0  # elements that memory-bound kernels of a fused forward read and write
     moved_unfused_per_token: int = 0
-    recomputed: float = 0.0
+    recomputed: float = 0.0  # share of the forward's products that the backward computes again
 
     @cached_property
     def tensor_elements(self) -> tuple[int, ...]:
@@ -105,16 +86,8 @@ class Workload:
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
-    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``, 2 or 3.
-
-    Example:
-        >>> model = feed_forward(width=16384, hidden=53248, num_blocks=126)
-        >>> model.num_params, 2 * (model.kept_per_token + model.kept_cut_per_token)
-        (219848638464, 17547264)
-    """
-    assert num_matrices in (2, 3)
-    ups = (("up", (width, hidden)),) if num_matrices == 2 else (("gate", (width, hidden)), ("up", (width, hidden)))
-    block = (*ups, ("down", (hidden, width)))
+    """Counts the feed-forward model: D is ``width``, F ``hidden``, L ``num_blocks``, k ``num_matrices``, 2 or 3."""
+    block = (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width)))[3 - num_matrices :]
     return Workload(
         tensors=tuple((f"blocks.{index}.{name}", shape) for index in range(num_blocks) for name, shape in block),
         unit_tensors=(num_matrices,) * num_blocks,
@@ -143,34 +116,15 @@ def transformer(
 ) -> Workload:
     """Counts the decoder-only transformer of ``jaxddp.models``, or one that differs from it as the keywords say.
 
-    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``. Biases and
-    learned positions are neglected.
+    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``, D for ``width``,
+    L for ``num_layers``, H for ``num_heads``, F for ``hidden``. Biases and learned positions are neglected.
 
-    Args:
-        vocab: V.
-        context: T.
-        width: D.
-        num_layers: L.
-        num_heads: H.
-        hidden: F.
-        attention: One of ``ATTENTIONS``.
-        checkpointing: One of ``CHECKPOINTING``.
-        kv_heads: Heads of key and value; as many as there are if None.
-        num_matrices: Of a feed-forward: 3 if it is gated, else 2.
-        is_tied: Whether the head is the embedding.
-        is_causal: Whether a token attends to those before it alone.
-
-    Raises:
-        ValueError: If attention or checkpointing is none of these.
-
-    Example:
-        >>> xl = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
-        >>> xl.num_params, len(xl.tensors)
-        (171098880, 147)
+    ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``; another one
+    raises a ValueError. Key and value may have fewer ``kv_heads``, a feed-forward that is not gated 2 matrices, and a
+    head that ``is_tied`` is the embedding. ``is_causal`` is whether a token attends to those before it alone.
     """
-    for name, value, known in (
-        ("attention", attention, ATTENTIONS), ("checkpointing", checkpointing, CHECKPOINTING)
-    ):  # fmt: skip
+    choices = (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED))
+    for name, value, known in choices:
         if value not in known:
             raise ValueError(f"{name} (={value!r}) must be one of {', '.join(known)}")
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
@@ -185,32 +139,25 @@ def transformer(
         *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:num_matrices]),
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
-    blocks = tuple((f"layers.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
+    blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
     is_flash = attention == "flash"
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
-    kept, kept_cut = _kept_of_a_block(width, narrow, hidden, num_matrices, checkpointing)
     weights = 0 if is_flash else num_heads * context
-    products = (
-        (2 * num_layers, width, width), (2 * num_layers, width, narrow), *mlp.products, (1, width, vocab)
-    )  # fmt: skip
+    split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)
+    kept, kept_cut = {
+        "none": (4 * width, split + weights), "selective": (width, split // 2 + width), "full": (width, 0),
+    }[checkpointing]  # fmt: skip
+    products = (2 * num_layers, width, width), (2 * num_layers, width, narrow), *mlp.products, (1, width, vocab)
     return Workload(
         tensors=(("embedding", (vocab, width)), *blocks, *last),
         unit_tensors=(1, *(len(block),) * num_layers, len(last)),
         flops_per_token=sum(2 * count * rows * columns for count, rows, columns in products) + scores_flops,
         summed_per_token=mlp.summed_per_token + num_layers * width,
         kept_per_token=num_layers * kept + 2 * width,
-        kept_cut_per_token=num_layers * (kept_cut + (weights if checkpointing == "none" else 0)) + vocab,
+        kept_cut_per_token=num_layers * kept_cut + vocab,
         products=products,
-        attention=Attention(num_layers, num_heads, width, context, is_flash, scores_flops),
+        attention=Attention(num_heads, width, context, is_flash, scores_flops),
         moved_per_token=num_layers * (13 * width + num_matrices * hidden + 4 * weights),
         moved_unfused_per_token=num_layers * (36 * width + (2 * num_matrices - 1) * hidden + 12 * weights),
         recomputed=_RECOMPUTED[checkpointing],
     )
-
-
-def _kept_of_a_block(width: int, narrow: int, hidden: int, num_matrices: int, checkpointing: str) -> tuple[int, int]:
-    """Elements per token that a block keeps in full on every tensor-parallel rank, and those that are split."""
-    if checkpointing == "full":
-        return width, 0
-    split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)
-    return (width, split // 2 + width) if checkpointing == "selective" else (4 * width, split)

@@ -8,8 +8,6 @@
 
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
 to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
-
-No framework is imported: ``jaxddp.start_process`` and ``torchref.init_from_env`` both read this.
 """
 
 from __future__ import annotations
@@ -46,13 +44,10 @@ class Job(NamedTuple):
     token: str = ""  # that a process must know to join; "" if the launcher gives none
 
     def local_devices(self, num_visible: int) -> list[int]:
-        """Chooses this process's accelerators among those that it sees.
+        """Chooses this process's accelerators among those that it sees; raises a ValueError if they are too few.
 
         All are its own if it is alone on its host, or if the launcher gave them to it, as SLURM does with
         --gpus-per-task, or a single one; else one, by local rank.
-
-        Raises:
-            ValueError: If the processes of this host are more than the devices that they share.
         """
         if self.num_local_processes == 1 or num_visible <= 1 or self.owns_visible:
             return list(range(num_visible))
@@ -70,11 +65,7 @@ class Job(NamedTuple):
 
     @property
     def bind_host(self) -> str:
-        """The address on which process 0 listens.
-
-        Raises:
-            OSError: If the coordinator's host has none here.
-        """
+        """The address on which process 0 listens; raises an OSError if the coordinator's host has none here."""
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
@@ -87,9 +78,8 @@ class Job(NamedTuple):
 
     def listen(self, port: int | None = None) -> socket.socket:
         """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
-        host = self.bind_host
+        host, port = self.bind_host, self.port if port is None else port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        port = self.port if port is None else port
         return socket.create_server((host, port), family=family, backlog=self.num_processes)
 
     def describe(self, devices: str) -> str:
@@ -106,13 +96,6 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
 
     Raises:
         ValueError: If a launcher's variables are incomplete, are not numbers, or contradict each other.
-
-    Example:
-        >>> find_job({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-        ...           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).process_id
-        1
-        >>> find_job({}) is None
-        True
     """
     found = os.environ if environment is None else environment
     if "RANK" in found or "WORLD_SIZE" in found:
@@ -127,22 +110,19 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
         launcher, count, number = "SLURM", "SLURM_NTASKS", "SLURM_PROCID"
     else:
         return None
-    num_processes = _number(found, count)
+    num_processes, process_id = _number(found, count), _number(found, number)
     local, num_local, owns_visible = _place_on_host(found, launcher)
     hosts = {"torchrun": "GROUP_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
     num_hosts = _number(found, hosts, default=-(-num_processes // max(num_local, 1)))
     host, port = _coordinator(found, launcher, is_alone=num_hosts == 1)
-    token = found.get(TOKEN, "")
-    place = (num_processes, _number(found, number), num_local, local, num_hosts)
-    return _checked(Job(launcher, *place, host, port, owns_visible, token))
+    job = Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible)
+    return _checked(job._replace(token=found.get(TOKEN, "")))
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
     """Describes the job given by hand, whose process may use every device of its host; else that of the environment.
 
-    Raises:
-        ValueError: If some of the three are None, the address is not ``host:port``, ``process_id`` is not one of the
-            job's, or as ``find_job``.
+    Raises a ValueError if some of the three are None, one is out of range, or as ``find_job``.
     """
     if coordinator_address is num_processes is process_id is None:
         return find_job()
@@ -161,15 +141,10 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
     """Gives how long to wait for processes to join, and for one that is stuck; defaults for None.
 
     ``stuck_s`` is that of ``launch --stuck-s``, else 600 s; ``timeout_s`` is half of it, 60 to 300 s.
-
-    Raises:
-        ValueError: If one is no positive number.
     """
-    if stuck_s is None:
-        stuck_s = float(os.environ.get(STUCK_S, 600))
+    stuck_s = float(os.environ.get(STUCK_S, 600)) if stuck_s is None else stuck_s
     check_positive("stuck_s", stuck_s)
-    if timeout_s is None:
-        timeout_s = min(300.0, max(60.0, stuck_s / 2))
+    timeout_s = min(300.0, max(60.0, stuck_s / 2)) if timeout_s is None else timeout_s
     check_positive("timeout_s", timeout_s)
     return min(timeout_s, 1e9), stuck_s  # a socket can wait no longer
 
@@ -208,25 +183,17 @@ def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, 
     if launcher == "torchrun" and "LOCAL_RANK" in environment:
         local = _number(environment, "LOCAL_RANK")
         return local, _number(environment, "LOCAL_WORLD_SIZE", default=local + 1), False
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
-        of_host = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-        return _number(environment, of_host[0]), _number(environment, of_host[1]), False
-    if "SLURM_LOCALID" in environment:
-        owns_visible = "SLURM_GPUS_PER_TASK" in environment
-        return _number(environment, "SLURM_LOCALID"), _slurm_tasks_here(environment), owns_visible
-    return 0, 1, False
-
-
-def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of the step on this host: the entry of this node in a list such as ``2(x3),1``."""
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
-        counts += [int(count)] * int(times or 1)
+    if (ours := "OMPI_COMM_WORLD_LOCAL_RANK") in environment:
+        return _number(environment, ours), _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"), False
+    if "SLURM_LOCALID" not in environment:
+        return 0, 1, False
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # of each node, such as 2(x3),1
+    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
     node = _number(environment, "SLURM_NODEID")
     if node >= len(counts):
         raise ValueError(f"SLURM_STEP_TASKS_PER_NODE (={tasks!r}) must count the tasks of node {node}")
-    return counts[node]
+    return _number(environment, "SLURM_LOCALID"), counts[node], "SLURM_GPUS_PER_TASK" in environment
 
 
 def _coordinator(environment: Mapping[str, str], launcher: str, is_alone: bool) -> tuple[str, int]:
@@ -258,9 +225,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def _checked(job: Job) -> Job:
-    for count, index in (("num_processes", "process_id"), ("num_local_processes", "local_process_id")):
-        if not 0 <= getattr(job, index) < getattr(job, count):
-            raise ValueError(
-                f"{index} (={getattr(job, index)}) must be at least 0 and below {count} (={getattr(job, count)})"
-            )
+    for name, most in (("process_id", "num_processes"), ("local_process_id", "num_local_processes")):
+        if not 0 <= (number := getattr(job, name)) < (count := getattr(job, most)):
+            raise ValueError(f"{name} (={number}) must be at least 0 and below {most} (={count})")
     return job

@@ -1,4 +1,4 @@
-"""Ranks that hold different values of what should be the same: the error of both packages. No framework is imported."""
+"""The error of both packages if ranks hold different values of what should be the same. No framework is imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ class ReplicaError(RuntimeError):
         self.name, self.ranks, self.num_more, self.step = name, ranks, num_more, step
 
     def __str__(self) -> str:
-        ranks = (
-            f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks[:8]))}{', ...' * (len(self.ranks) > 8)}"
-        )
+        ranks = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
         more = f", as do {self.num_more} more" * (self.num_more > 0)
         return (
-            f"{self.name} of {ranks} differs from what most ranks hold after step {self.step}{more}: a device or its"
-            " memory may be faulty"
+            f"{self.name} of rank{'s' * (len(self.ranks) > 1)} {ranks} differs from what most ranks hold after step "
+            f"{self.step}{more}: a device or its memory may be faulty"
         )

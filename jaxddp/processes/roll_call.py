@@ -1,10 +1,9 @@
 """All processes of a job say that they are there, before a framework connects them.
 
 ``jax.distributed.initialize`` aborts every process if one is missing, without its number, and a second process with a
-rank that exists aborts a job that runs. Here process 0 listens at the coordinator's address. Each other process sends
-one line of JSON with the job's token. Strangers and second processes of a rank are sent away with a line, and the
-meeting goes on. When all have come, process 0 compares what they bring, and answers each with an empty line, or the
-error that all of them raise.
+rank that exists aborts a job that runs. Here process 0 listens at the coordinator's address, and each other process
+sends JSON with the job's token. Strangers and second processes of a rank are sent away, and the meeting goes on. When
+all have come, process 0 compares what they bring, and answers with nothing, or the error that all of them raise.
 """
 
 from __future__ import annotations
@@ -12,21 +11,22 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from .job import Job
 from .stderr import print_line
 
 _RETRY_S = 0.1
-_HELLO_S = 5.0  # in which a caller must have said who it is
-_MAX_BYTES = 65536  # of its line
+_MAX_BYTES = 2**20  # of a message
 
 
-def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, socket.socket]:
+def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
     ``alike`` must be the same in all processes, such as versions; JSON values.
@@ -38,34 +38,29 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, sock
         ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
             timeout, this one is refused, or they disagree.
     """
-    deadline = time.monotonic() + timeout_s
+    alike = {"num_processes": job.num_processes, **alike}
     if job.process_id == 0:
-        return _Meeting(job, alike).wait(deadline, timeout_s)
-    return {0: _report(job, alike, deadline, timeout_s)}
+        return _Meeting(job, alike).wait(timeout_s)
+    return {0: _report(job, alike, timeout_s)}
 
 
-def address_here(job: Job, connections: Mapping[int, socket.socket]) -> str | None:
+def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
     """The address at which the other processes reach this one, by the connections of ``meet``.
 
     None if processes of this host alone have used one, and others may not reach it.
     """
-    addresses = sorted({connection.getsockname()[0] for connection in connections.values()}, key=_is_loopback)
-    is_known = addresses and (not _is_loopback(addresses[0]) or _is_loopback(job.bind_host))
-    return addresses[0] if is_known else None
+    addresses = []
+    for connection in connections.values():
+        with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            addresses.append(ours.getsockname()[0])
+    address = min(addresses, key=_is_loopback, default=None)
+    return None if address is None or (_is_loopback(address) and not _is_loopback(job.bind_host)) else address
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
-    """Compares what processes, or what ``who`` calls them, bring: entries that must be the same in all; JSON values.
+    """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
 
-    ``numbers`` are those of the processes, from 0 if None.
-
-    Returns:
-        One line about the first entry that differs, which names all processes that differ from the first; empty if
-        none does.
-
-    Example:
-        >>> disagreement([{"jax": 1}, {"jax": 2}, {"jax": 2}])
-        'jax (=2 in process 1, 2) must be 1, as in process 0'
+    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
     """
     numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
@@ -90,108 +85,77 @@ class _Meeting:
     def __init__(self, job: Job, alike: Mapping[str, Any]) -> None:
         self._job, self._lock, self._is_over = job, threading.Lock(), False
         self._came: dict[int, Mapping[str, Any]] = {0: alike}
-        self._connections: dict[int, socket.socket] = {}
+        self._connections: dict[int, Connection] = {}
 
-    def wait(self, deadline: float, timeout_s: float) -> dict[int, socket.socket]:
-        job = self._job
+    def wait(self, timeout_s: float) -> dict[int, Connection]:
+        job, deadline = self._job, time.monotonic() + timeout_s
         try:
             listener = job.listen()
         except OSError as error:
-            why = error.strerror or error
-            raise ValueError(
-                f"coordinator {job.address} cannot listen ({why}): set MASTER_ADDR and MASTER_PORT"
-            ) from error
+            why = f"cannot listen ({error.strerror or error}): set MASTER_ADDR and MASTER_PORT"
+            raise ValueError(f"coordinator {job.address} {why}") from error
         with listener:
             listener.settimeout(_RETRY_S)
             while len(self._came) < job.num_processes and time.monotonic() < deadline:
                 with contextlib.suppress(OSError):  # nobody called, or has left already
-                    threading.Thread(target=self._hear, args=listener.accept()[:1], daemon=True).start()
+                    threading.Thread(target=self._hear, args=listener.accept(), daemon=True).start()
         with self._lock:
             self._is_over = True
-        missing = [str(number) for number in range(job.num_processes) if number not in self._came]
         numbers = sorted(self._came)
         fault = disagreement([self._came[number] for number in numbers], numbers=numbers)
-        if missing:
+        if missing := [str(number) for number in range(job.num_processes) if number not in self._came]:
             missed = f"process {', '.join(missing)} of {job.num_processes}"
             fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
         for connection in self._connections.values():
-            _answer(connection, fault)
+            with contextlib.suppress(OSError):
+                connection.send_bytes(fault.encode())
         if fault:
             for connection in self._connections.values():
                 connection.close()
             raise ValueError(fault)
         return self._connections
 
-    def _hear(self, caller: socket.socket) -> None:
-        try:
-            number, alike, refusal = _introduction(_read_line(caller, time.monotonic() + _HELLO_S), self._job)
-        except OSError:
-            number, alike, refusal = 0, {}, f"must say within {_HELLO_S:g} s which process of the job it is"
-        with self._lock:
-            if not refusal and (self._is_over or number in self._came):
+    def _hear(self, caller: socket.socket, address: tuple[Any, ...]) -> None:
+        connection, job, refusal = Connection(caller.detach()), self._job, "is no process of this job"
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
+            token, number, alike = json.loads(connection.recv_bytes(_MAX_BYTES))
+            is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(alike) is dict
+            if is_known and number in range(1, job.num_processes):
+                with self._lock:
+                    if not self._is_over and number not in self._came:
+                        self._connections[number] = connection
+                        self._came[number] = alike  # last: then the meeting may be over
+                        return
                 refusal = f"process_id (={number}) must be one process's: two have joined under it"
-            if not refusal:
-                self._connections[number] = caller
-                self._came[number] = alike  # last: then the meeting may be over
-                return
-        with caller, contextlib.suppress(OSError):
-            print_line(f"jaxddp: {caller.getpeername()[0]} is refused at {self._job.address}: {refusal}")
-            _answer(caller, refusal)
+        print_line(f"jaxddp: {address[0]} is refused at {job.address}: {refusal}")
+        with connection, contextlib.suppress(OSError):
+            connection.send_bytes(refusal.encode())
 
 
-def _introduction(line: str, job: Job) -> tuple[int, Mapping[str, Any], str]:
-    """The number of the process that says this, what it brings, and why it is refused, if it is."""
-    try:
-        said = json.loads(line)
-        token, number, count, alike = (said[name] for name in ("token", "process_id", "num_processes", "alike"))
-        is_known = hmac.compare_digest(token.encode(), job.token.encode())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        is_known = False
-    if not is_known or type(number) is not int or type(count) is not int or not isinstance(alike, dict):
-        return 0, {}, "is no process of this job"
-    if count != job.num_processes:
-        return 0, {}, f"num_processes (={count} in process {number}) must be {job.num_processes}, as in process 0"
-    if not 0 < number < count:
-        return 0, {}, f"process_id (={number}) must be above 0 and below {count}"
-    return number, alike, ""
-
-
-def _answer(connection: socket.socket, line: str) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(f"{line}\n".encode())
-
-
-def _report(job: Job, alike: Mapping[str, Any], deadline: float, timeout_s: float) -> socket.socket:
+def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     """Says to process 0 that this process is there."""
-    said = {"token": job.token, "process_id": job.process_id, "num_processes": job.num_processes, "alike": alike}
+    deadline = time.monotonic() + timeout_s
+    said = json.dumps((job.token, job.process_id, alike)).encode()
     while True:
-        remaining = max(0.001, deadline - time.monotonic())
-        connection = None
+        connection, remaining_s = None, max(0.001, deadline - time.monotonic())
         try:
-            connection = socket.create_connection((job.host, job.port), timeout=remaining)
-            connection.sendall(f"{json.dumps(said)}\n".encode())
-            error = _read_line(connection, deadline + 5)  # process 0 names those that are missing
+            caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
+            caller.settimeout(None)
+            connection = Connection(caller.detach())
+            connection.send_bytes(said)
+            if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
+                raise TimeoutError("it says nothing")
+            fault = connection.recv_bytes(_MAX_BYTES).decode()
             break
-        except OSError as error_:
+        except (OSError, EOFError) as error:
             if connection is not None:
                 connection.close()
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error_}"
-                ) from error_
+                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error}"
+                ) from error
             time.sleep(_RETRY_S)
-    if error:
+    if fault:
         connection.close()
-        raise ValueError(error)
+        raise ValueError(fault)
     return connection
-
-
-def _read_line(connection: socket.socket, deadline: float) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(1)  # what follows the line is for whoever gets the connection
-        if not part or len(line) > _MAX_BYTES:
-            raise ConnectionError("the connection ended within a message")
-        line += part
-    return line.decode(errors="replace").strip()

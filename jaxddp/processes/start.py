@@ -1,12 +1,7 @@
 """Joins a process to its job: one JAX program over the devices of all its processes.
 
-| step of ``start_process``                   | process 0                           | the others                       |
-|---------------------------------------------|-------------------------------------|----------------------------------|
-| finds the job                               | ``find_job``, or the arguments      | the same                         |
-| finds the coordinator's port under torchrun | takes a free one, tells it          | read it from the agent's store   |
-| calls the roll                              | waits for all and compares          | say that they are there          |
-| watches (``watchdog.py``)                   | all others                          | process 0                        |
-| joins                                       | runs the coordinator, then connects | connect                          |
+It finds the job, calls the roll (``roll_call.py``), starts the watchdog, and joins JAX's coordinator, which process 0
+runs; under torchrun, whose agent listens on the job's port, at a port that process 0 takes and tells.
 """
 
 from __future__ import annotations
@@ -42,11 +37,9 @@ def start_process(
 
     Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
     GKE); outside any job this is a program of one process. Each process then sees every device of the job, and
-    ``data_mesh()`` spans them all. On CPU the processes communicate over Gloo, on GPUs over NCCL. A process alone on
-    its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found.
-
-    The process leaves the job with ``jax.distributed.shutdown``, or when it exits. When another process is killed,
-    fails or no longer answers, this one prints a line about it and ends with status 5 rather than wait in a collective.
+    ``data_mesh()`` spans them all. On CPU they communicate over Gloo, on GPUs over NCCL. A process alone on its host
+    uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When another process
+    is killed, fails or no longer answers, this one prints a line and ends with status 5, not to wait in a collective.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
@@ -56,8 +49,7 @@ def start_process(
         stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
             as while one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
         preemption_service: Whether JAX takes SIGTERM, and tells by ``multihost_utils.reached_preemption_sync_point``
-            after which step all processes end. Else SIGTERM ends a process as it would any; JAX's service swallows it
-            if nobody asks, and adds lines of XLA's when process 0 is lost.
+            after which step all processes end. Else SIGTERM ends a process as it would any.
 
     Returns:
         The job; None outside any, and where JAX found it.
@@ -85,12 +77,9 @@ def start_process(
 
 
 def local_rows(batch: Any) -> Any:
-    """Selects this process's rows of a batch that every process holds whole.
+    """Selects this process's rows ``[global batch / processes, ...]`` of a batch ``[global batch, ...]``.
 
-    Of arrays ``[global batch, ...]`` it gives the ``[global batch / processes, ...]`` that ``Trainer.step`` takes.
-
-    Raises:
-        ValueError: If a leaf's rows cannot be split evenly.
+    Raises a ValueError if a leaf's rows cannot be split evenly.
     """
     index, count = jax.process_index(), jax.process_count()
 
@@ -106,8 +95,7 @@ def local_rows(batch: Any) -> Any:
 
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
-    versions = {"jaxddp": __version__, "jax": jax.__version__}
-    connections = meet(job, versions, timeout_s)
+    connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
     watch(job, connections, stuck_s, needs_first=True)
     _use_gloo_at(address_here(job, connections))
     keep_to_loopback(job)

@@ -2,23 +2,16 @@
 
 A thread in each process keeps the connection of the roll call to process 0. It says ten times a second how far its
 process is: the step that it began, a call after it (an evaluation, a check of replicas), and in torch the number of
-collectives that it started. Process 0 judges, and tells all; the others judge process 0.
+collectives that it started. Process 0 judges, and tells all; the others judge process 0. A process is lost whose
+connection ends; that has said nothing for ``stuck_s``, ``_START_S`` at least before its first step; that ended, with an
+error or while others are further, ``GRACE_S`` after it said so. One is stuck that is behind the others while none goes
+further for ``stuck_s``, and all are if none ends a step, other than the first.
 
-| what happens to a process                            | how it is noticed                         | after       |
-|------------------------------------------------------|-------------------------------------------|-------------|
-| it is killed, or calls os._exit                      | its connection ends                       | at once     |
-| an exception ends it                                 | it says so                                | ``GRACE_S`` |
-| it ends while others are further                     | it says so                                | ``GRACE_S`` |
-| it is stopped, its host goes down, its network is cut| it says nothing                           | ``stuck_s`` |
-| it sleeps or spins while others wait for it          | others are further, and none goes further | ``stuck_s``;|
-| one of the two before it has begun a step            |                                           | 60 s or more|
-| all wait in one step, as on a network that crawls    | none ends it; not in the first            | ``stuck_s`` |
-
-Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads. In the
-first three cases a process outside of a step may be saving: it is let finish, and ends when it begins another step, or
-after ``stuck_s``; at once if JAX has lost process 0, because XLA would abort it. The libraries do none of this: XLA's
-heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither sees a process
-that is alive and stuck. No framework is imported.
+Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads. If one was
+lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends when it begins
+another step, or after ``stuck_s``; at once if JAX has lost process 0, because XLA would abort it. The libraries do none
+of this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither
+sees a process that is alive and stuck. No framework is imported.
 """
 
 from __future__ import annotations
@@ -29,11 +22,12 @@ import faulthandler
 import json
 import os
 import selectors
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -55,17 +49,19 @@ class _Fault(NamedTuple):
     failed: int = -1  # the process that an error of its own ended
 
 
+@dataclass
 class _Process:
     """What is known of a process."""
 
-    def __init__(self, connection: socket.socket | None) -> None:
-        self.connection = connection
-        self.unread = self.unsent = b""
-        self.heard = self.moved = self.idle = time.monotonic()  # when it spoke, went further, was in no step
-        self.place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
-        self.ended: str | None = None  # the error, "" if there is none
-        self.ended_at = 0.0
-        self.is_gone = False
+    connection: Connection | Any = None  # of this one none
+    heard: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)  # when it went further
+    idle: float = field(default_factory=time.monotonic)  # when it was in no step
+    told: float = 0.0
+    place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
+    ended: str | None = None  # the error, "" if there is none
+    ended_at: float = 0.0
+    is_gone: bool = False
 
     def hear(self, said: Mapping[str, Any], now: float) -> None:
         self.heard = now
@@ -83,15 +79,18 @@ class _Watchdog:
     def __init__(
         self,
         job: Job,
-        connections: Mapping[int, socket.socket],
+        connections: Mapping[int, Connection],
         stuck_s: float,
         needs_first: bool,
         count_collectives: Callable[[], int],
     ) -> None:
         self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
         self._count_collectives = count_collectives
-        self._mine = _Process(None)
+        self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
+        self._selector = selectors.DefaultSelector()
+        for other in self._others.values():
+            self._selector.register(other.connection, selectors.EVENT_READ, other)
         self._beat_s = _BEAT_S * max(1.0, job.num_processes / 32)
         self._fault: _Fault | None = None
         self._faulty_since = 0.0
@@ -99,10 +98,8 @@ class _Watchdog:
         self.is_in_step, self.is_done = False, lambda: True  # the latter of what the last step started
         self._ended: str | None = None
         self._has_told, self.is_ending = threading.Event(), threading.Event()
-        for connection in connections.values():
-            connection.setblocking(False)
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self._leave)
+        atexit.register(lambda: self._say_end(self._ended or ("it ended within a step" if self.is_in_step else "")))
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
@@ -119,74 +116,59 @@ class _Watchdog:
         os._exit(status)
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for other in self._others.values():
-                assert other.connection is not None
-                selector.register(other.connection, selectors.EVENT_READ, other)
-            before = time.monotonic()
-            while True:
-                self._listen(selector)
-                now, waits = time.monotonic(), self.is_in_step or not self.is_done()
-                if now - before > _PAUSE_S:
-                    for one in (self._mine, *self._others.values()):
-                        one.heard = one.moved = now
-                before, ended = now, self._ended
-                place = *self.begun, max(self._mine.place[2], self._count_collectives())
-                said = {"place": place, "waits": waits, "ended": ended}
-                self._mine.hear(said, now)
-                self._tell(said)
-                if ended is not None:
-                    self._has_told.set()
-                if self._fault is None and (fault := self._judge(now)):
-                    self._note(fault)
-                    self._tell({"end": fault})
-                if self._fault is not None:
-                    is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
-                    # One that has ended would wait at JAX's barrier for those that it ended.
-                    is_last = ended is not None and all(one.is_gone for one in self._others.values())
-                    is_late = now - self._faulty_since > self._stuck_s
-                    if self._fault.is_stuck or waits or is_cut_off or is_last or is_late:
-                        self._end(self._fault)
+        before = time.monotonic()
+        while True:
+            self._listen(self._beat_s)
+            now, waits = time.monotonic(), self.is_in_step or not self.is_done()
+            if now - before > _PAUSE_S:
+                for one in (self._mine, *self._others.values()):
+                    one.heard = one.moved = now
+            before, ended = now, self._ended
+            place = *self.begun, max(self._mine.place[2], self._count_collectives())
+            said = {"place": place, "waits": waits, "ended": ended}
+            self._mine.hear(said, now)
+            self._tell(said, now)
+            if ended is not None:
+                self._has_told.set()
+            if self._fault is None and (fault := self._judge(now)):
+                self._note(fault)
+                self._tell({"end": fault}, now)
+            if self._fault is not None:
+                is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
+                # One that has ended would wait at JAX's barrier for those that it ended.
+                is_last = ended is not None and all(one.is_gone for one in self._others.values())
+                is_late = now - self._faulty_since > self._stuck_s
+                if self._fault.is_stuck or waits or is_cut_off or is_last or is_late:
+                    self._end(self._fault)
 
-    def _listen(self, selector: selectors.BaseSelector) -> None:
-        """Reads what the others say until the next beat, or until one is gone: XLA aborts soon after process 0 is."""
-        ended: list[Any] = []
-        until = time.monotonic() + self._beat_s
-        while not ended and (left := until - time.monotonic()) > 0:
-            ended = [key.fileobj for key, _ in selector.select(left) if not self._read(key.data)]
-        for connection in ended:
-            selector.unregister(connection)
+    def _listen(self, seconds: float) -> None:
+        """Reads what the others say for so long, or until one is gone: XLA aborts soon after process 0 is."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                one = key.data
+                try:
+                    said = json.loads(one.connection.recv_bytes())
+                except (OSError, EOFError):
+                    self._selector.unregister(one.connection)
+                    one.is_gone, until = True, 0.0
+                    continue
+                if "end" not in said:
+                    one.hear(said, time.monotonic())
+                elif self._fault is None:
+                    self._note(_Fault(*said["end"]))
 
     def _note(self, fault: _Fault) -> None:
         self._fault, self._faulty_since = fault, time.monotonic()
 
-    def _read(self, other: _Process) -> bool:
-        """Reads what a process says; False once its connection has ended."""
-        assert other.connection is not None
-        try:
-            data = other.connection.recv(65536)
-        except BlockingIOError:
-            return True
-        except OSError:
-            data = b""
-        *lines, other.unread = (other.unread + data).split(b"\n")
-        for line in lines:
-            said = json.loads(line)
-            if "end" not in said:
-                other.hear(said, time.monotonic())
-            elif self._fault is None:
-                self._note(_Fault(*said["end"]))
-        other.is_gone = not data
-        return not other.is_gone
-
-    def _tell(self, said: dict[str, Any]) -> None:
+    def _tell(self, said: dict[str, Any], now: float) -> None:
+        """Says it to all; to one that is silent, and so may not read, seldom: what is unread must fit its buffer."""
         for other in self._others.values():
-            if other.connection is None or other.is_gone:
-                continue
-            if not other.unsent or "end" in said:  # a stopped process reads nothing
-                other.unsent += json.dumps(said).encode() + b"\n"
-            with contextlib.suppress(OSError):
-                other.unsent = other.unsent[other.connection.send(other.unsent) :]
+            is_silent = now - other.heard > _PAUSE_S and now - other.told < self._stuck_s / 20
+            if not other.is_gone and ("end" in said or not is_silent):
+                other.told = now
+                with contextlib.suppress(OSError):
+                    other.connection.send_bytes(json.dumps(said).encode())
 
     def _judge(self, now: float) -> _Fault | None:
         for number, other in self._others.items():
@@ -240,31 +222,21 @@ class _Watchdog:
             sys.stdout.flush()
             if self._number == 0 or not self._others[0].is_gone:
                 time.sleep(_LAST_WORDS_S)
-            if self._number == 0:
-                self._await_others()
+            # Until the processes that answer have ended: without process 0 XLA would abort them.
+            deadline = time.monotonic() + _OTHERS_S * (self._number == 0)
+            while (now := time.monotonic()) < deadline and any(
+                not one.is_gone and now - one.heard < _PAUSE_S for one in self._others.values()
+            ):
+                self._listen(_BEAT_S / 2)
         finally:
             # At once without process 0: XLA aborts processes that miss it.
             os._exit(1 if fault.failed == self._number else STATUS)
-
-    def _await_others(self) -> None:
-        """Waits until the processes that answer have ended: without process 0 XLA would abort them."""
-        deadline = time.monotonic() + _OTHERS_S
-        while (now := time.monotonic()) < deadline:
-            staying = [one for one in self._others.values() if not one.is_gone and now - one.heard < _PAUSE_S]
-            if not staying:
-                return
-            for other in staying:
-                self._read(other)
-            time.sleep(_BEAT_S / 2)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             self._say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
             wait_for_end()
         self._excepthook(kind, error, trace)
-
-    def _leave(self) -> None:
-        self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
 
     def _say_end(self, why: str) -> None:
         self._has_told.clear()
@@ -275,8 +247,7 @@ class _Watchdog:
     def _forget(self) -> None:
         """Closes the connections in a child that was forked: they would outlive this process."""
         for other in self._others.values():
-            if other.connection is not None:
-                other.connection.close()
+            other.connection.close()
         self._others = {}
 
 
@@ -297,7 +268,7 @@ _watchdog: _Watchdog | None = None
 
 def watch(
     job: Job,
-    connections: Mapping[int, socket.socket],
+    connections: Mapping[int, Connection],
     stuck_s: float,
     needs_first: bool = False,
     count_collectives: Callable[[], int] = lambda: 0,

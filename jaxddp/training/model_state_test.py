@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.comparison_test import assert_near, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 

@@ -704,7 +704,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     """
     trainer._check_devices("check_replicas", "compile")
     trainer._model(state)  # refuses another trainer's
-    if trainer.mesh.size > 1:
+    if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
         with trainer._watched():
             compare_replicas(state, trainer.mesh)
 

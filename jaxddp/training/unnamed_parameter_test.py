@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.comparison_test import assert_near, on_one_device, trained
 
 pytestmark = pytest.mark.usefixtures("x64")

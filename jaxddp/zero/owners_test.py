@@ -10,7 +10,7 @@ import pytest
 from optax import contrib
 
 import jaxddp
-from jaxddp.checkpoint import Checkpoints
+from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.comparison_test import assert_near, on_one_device, refusal, trained
 from jaxddp.instruments.memory import held_bytes, step_memory
 from jaxddp.models import build

@@ -42,7 +42,6 @@ class Checkpoints(CheckpointFolder):
 
     package = "torchref"
     one = "rank"
-    before = "[0-9]*.npz"
 
     def save(self, trainer: Trainer, step: int, *, data_position: Any = None) -> None:
         """Saves the state of a trainer's module and optimizer; returns once it is written.

@@ -262,11 +262,3 @@ def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
     trainer.net.mask[0] = torch.nan
     with checkpoints, pytest.raises(FloatingPointError, match="buffers.mask are not"):
         checkpoints.save(trainer, 2)
-
-
-def test_checkpoints_of_format_1_are_refused_by_name(tmp_path):
-    (tmp_path / "120.npz").write_bytes(b"PK")
-    checkpoints = Checkpoints(tmp_path)
-    for use in (checkpoints.latest_step, lambda: checkpoints.restore(one_process())):
-        with pytest.raises(ValueError, match=r"120\.npz' is of a checkpoint of format 1"):
-            use()

@@ -4,38 +4,37 @@ import math
 import pytest
 
 from jaxddp.network import Network, from_file, measured
-from jaxddp.network.curves import _at_size
+from jaxddp.network.curves import HOST_LATENCY_US, _at_size
 from jaxddp.network.tables import _MEASURED
 
 S = 10**9
-KINDS = {
-    "all-reduce": (2.0, 1.0),  # multiples of S (N-1)/N, and of the latency
-    "reduce-scatter": (1.0, 0.5),
-    "all-gather": (1.0, 0.5),
-    "all-to-all": (1.0, 0.5),
-    "ragged-all-to-all": (1.0, 0.5),
-}
+ONE, HOSTS = Network(50, latency_us=15), Network(400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rings(kind, num_ranks):
-    volume, latencies = KINDS[kind]
-    network = Network(gb_per_s=50, latency_us=15)
-    by_hand_s = latencies * 15e-6 + volume * (num_ranks - 1) / num_ranks * S / 50e9
+@pytest.mark.parametrize(
+    ("network", "kind", "group", "latencies", "by_hand_s"),
+    [
+        (ONE, "all-reduce", range(2), 1, 2 * 1 / 2 * S / 50e9), (ONE, "all-reduce", range(3), 1, 2 * 2 / 3 * S / 50e9),
+        (ONE, "reduce-scatter", range(3), 0.5, 2 / 3 * S / 50e9), (ONE, "all-gather", range(3), 0.5, 2 / 3 * S / 50e9),
+        (ONE, "all-to-all", range(3), 0.5, 2 / 3 * S / 50e9), (ONE, "ragged-all-to-all", (1, 2), 0.5, S / 2 / 50e9),
+        (ONE, "collective-permute", (3, 1), 0.5, S / 50e9), (ONE, "collective-broadcast", range(8), 0.5, S / 50e9),
+        (ONE, "all-reduce", (17,), 0, 0),
+        # Over hosts: within each first, then between them.
+        (HOSTS, "all-reduce", range(32), 1, 2 * 7 / 8 * S / 400e9 + 2 * 3 / 4 * (S / 8) / 50e9),
+        (HOSTS, "all-gather", range(32), 0.5, 7 / 8 * S / 400e9 + 3 / 4 * (S / 8) / 50e9),
+        (HOSTS, "all-reduce", range(8, 16), 1, 2 * 7 / 8 * S / 400e9),
+        (HOSTS, "all-reduce", (3, 11, 19, 27), 1, 2 * 3 / 4 * S / 50e9),
+        # From rank to rank: at both levels at once. The last rank of each host sends to the other.
+        (HOSTS, "all-to-all", range(16), 0.5, S / 2 / 50e9), (HOSTS, "all-to-all", range(8), 0.5, 7 / 8 * S / 400e9),
+        (HOSTS, "collective-permute", (7, 8), 0.5, S / 50e9), (HOSTS, "collective-permute", (6, 7), 0.5, S / 400e9),
+        (HOSTS, "send", range(16), 0.5, S / 50e9),
+    ],
+)  # fmt: skip
+def test_times_by_hand(network, kind, group, latencies, by_hand_s):
     # The same handful of products and sums, each rounded by at most 1.1e-16 of it, in another order.
-    assert network.seconds(kind, S, range(num_ranks)) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
-    alone_s = network.latency_s(kind), network.transfer_s(kind, S, range(num_ranks))
-    assert network.seconds(kind, S, range(num_ranks)) == sum(alone_s)
-    assert network.seconds(kind, 0, range(num_ranks)) == alone_s[0]
-    assert network.seconds(kind, S, (17,)) == network.transfer_s(kind, S, (17,)) == 0
-
-
-@pytest.mark.parametrize("kind", ["collective-permute", "collective-broadcast"])
-def test_what_sends_the_whole_buffer_whatever_the_number_of_ranks(kind):
-    network = Network(gb_per_s=50, latency_us=20)
-    for group in [(0, 1), (3, 1), range(8)]:
-        assert network.seconds(kind, S, group) == pytest.approx(10e-6 + S / 50e9, rel=1e-15, abs=0)  # as above
+    assert network.transfer_s(kind, S, group) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
+    assert network.seconds(kind, 0, group) == pytest.approx(latencies * 15e-6)
+    assert network.seconds(kind, S, group) == pytest.approx(latencies * 15e-6 + by_hand_s, rel=1e-15)
 
 
 def test_bytes_by_level():
@@ -43,35 +42,9 @@ def test_bytes_by_level():
     assert network.sent_bytes("all-gather", 800, range(8)) == (600, 100)  # a quarter each, of which half is here
     assert network.sent_bytes("all-reduce", 800, range(4)) == (1200, 0)
     assert network.sent_bytes("all-reduce", 800, (1, 5)) == (0, 800)
-
-
-def test_direct_sends_use_both_levels_at_once():
-    """Of 512 MiB, 16 ranks have 32 each: 7 go to ranks of the same host and 8 to the other; the NICs take longer."""
-    network, mib = Network(300, latency_us=0, host_gb_per_s=25, devices_per_host=8), 2**20
-    assert network.sent_bytes("all-to-all", 512 * mib, range(16)) == (224 * mib, 256 * mib)
-    assert network.transfer_s("all-to-all", 512 * mib, range(16)) == 256 * mib / 25e9
-    assert network.transfer_s("all-to-all", 512 * mib, range(8)) == 448 * mib / 300e9
     # Uneven hosts: the one rank alone on its host sends all but its own part to the other.
-    assert network.sent_bytes("all-to-all", 90, (0, 1, 8)) == (30, 60)
-    for kind in ("collective-permute", "send"):  # a ring over both hosts: the last of each sends to the other
-        assert network.transfer_s(kind, S, range(16)) == S / 25e9
-
-
-def test_a_group_over_several_hosts_reduces_within_them_first():
-    network = Network(gb_per_s=400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
-    within_s, between_s = 2 * 7 / 8 * S / 400e9, 2 * 3 / 4 * (S / 8) / 50e9
-    # As above.
-    assert network.transfer_s("all-reduce", S, range(32)) == pytest.approx(within_s + between_s, rel=1e-15, abs=0)
-    assert network.transfer_s("all-gather", S, range(32)) == pytest.approx((within_s + between_s) / 2, rel=1e-15, abs=0)
-    assert network.seconds("all-reduce", S, range(32)) == network.transfer_s("all-reduce", S, range(32)) + 15e-6
-    assert network.transfer_s("all-reduce", S, range(8, 16)) == pytest.approx(within_s, rel=1e-15, abs=0)
-
-
-def test_a_group_of_one_rank_a_host_uses_only_the_links_between_hosts():
-    network = Network(gb_per_s=400, latency_us=0, host_gb_per_s=50, devices_per_host=8)
-    assert network.seconds("all-reduce", S, (3, 11, 19, 27)) == 2 * 3 / 4 * S / 50e9
-    assert network.seconds("collective-permute", S, (7, 8)) == S / 50e9
-    assert network.seconds("collective-permute", S, (6, 7)) == S / 400e9
+    assert HOSTS.sent_bytes("all-to-all", 90, (0, 1, 8)) == (30, 60)
+    assert HOSTS.sent_bytes("all-to-all", 512, range(16)) == (224, 256)
 
 
 @pytest.mark.parametrize(("name", "value"), [("gb_per_s", 0), ("host_gb_per_s", math.inf), ("latency_us", -1)])
@@ -117,7 +90,7 @@ def test_what_is_assumed_is_said(file):
 def test_hosts_send_to_each_other_while_their_ranks_do():
     network, alone = measured("h100:4x8", host_gb_per_s=25), measured("h100:8")
     assert network.seconds("all-reduce", MIB, range(8)) == alone.seconds("all-reduce", MIB, range(8))
-    floor_s, within_s = network.host_latency_us * 1e-6, alone.seconds("all-reduce", MIB, range(8))
+    floor_s, within_s = HOST_LATENCY_US * 1e-6, alone.seconds("all-reduce", MIB, range(8))
     assert network.seconds("all-reduce", MIB, range(32)) == pytest.approx(within_s + floor_s)  # 8 us between hosts
     large = 2**30
     assert network.seconds("all-reduce", large, range(32)) == pytest.approx(2 * 3 / 4 * large / 8 / 25e9 + floor_s)
@@ -224,7 +197,7 @@ def test_what_nccl_tests_write_as_json_is_read(file):
         "out_of_bounds": {"count": 0},
     }
     network = from_file(file(written, "out.json"))
-    assert network.curves == (("all-reduce", 8, ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))),)
+    assert network.curves == {"all-reduce": {8: ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))}}
     with pytest.raises(ValueError, match=r"must be what nccl-tests wrote as JSON: KeyError\('config'\)"):
         from_file(file({"args": [], "results": []}, "cut.json"))
 
