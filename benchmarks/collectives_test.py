@@ -7,7 +7,6 @@ from benchmarks.benchmark import Case
 from benchmarks.collective_calls import REPLACED, TorchCalls
 from benchmarks.collective_cases import NAMES
 from benchmarks.collectives import GIB, MIB, Sweep, fit_all, fitting, measure, time_sweep
-from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from torchref.launch import shared_pool
 
@@ -15,6 +14,8 @@ SMALL = (1024, 4100)
 
 
 def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):
+    from benchmarks.conftest import options  # late: ranks import this file, and JAX may have started there
+
     names = [case.name for case in collectives.cases(options())]
     backends = ("XLA in-process", "XLA over Gloo", "Gloo")
     assert names == [f"{backend}, {num} ranks" for num in (2, 4, 6) for backend in backends]

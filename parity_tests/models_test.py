@@ -73,8 +73,8 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
     params = jaxddp.models.abstract(name)[1]
     ours = in_jax._named_leaves(params)
     shapes = {
-        key: jax.ShapeDtypeStruct(tuple(leaf.shape[dim] for dim in in_jax._to_torch(path, leaf)), leaf.dtype)
-        for key, (path, leaf) in ours.items()
+        key: jax.ShapeDtypeStruct(tuple(leaf.shape[dim] for dim in dims), leaf.dtype)
+        for key, (dims, leaf) in ours.items()
     }
     assert shapes == arrays
 

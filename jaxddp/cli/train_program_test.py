@@ -79,10 +79,13 @@ def test_optimizer_by_name(small, name, first_update):
     assert float(update) == pytest.approx(first_update, rel=1e-4)
 
 
-def test_weights_are_read_from_a_file(small, tmp_path):
-    _, params = train_program.build("small_bytes", seed=5)
-    np.savez(path := str(tmp_path / "weights.npz"), **to_numpy(params))
-    jax.tree.map(np.testing.assert_array_equal, train_program.load_params(path, params), params)
+def test_weights_are_read_from_a_file(small, tmp_path, text):
+    losses = []
+    for seed in (0, 5):
+        _, params = train_program.build("small_bytes", seed=seed)
+        np.savez(path := str(tmp_path / f"{seed}.npz"), **to_numpy(params))
+        losses.append(train(small(steps=1, data=text, weights=path))[0].loss)
+    assert losses[0] == train(small(steps=1, data=text))[0].loss != losses[1]
 
 
 # Checkpoints

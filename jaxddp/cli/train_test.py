@@ -32,7 +32,7 @@ BAD_INPUT = {
     "train --bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
     "train --model tiny": "model (='tiny') must be one that reads bytes: byte, ",
     "train --model byte_shallow --devices 1 --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
-    "train --data /no/where": "data path '/no/where' does not exist",
+    "train --data /no/where": "data path '/no/where' must be a regular file",
     "train --devices 0": "devices (=0) must be a positive integer",
     "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
     "train --seed -1": "seed (=-1) must be at least 0 and below 2^31",

@@ -41,8 +41,6 @@ from ..arguments import check_pairs, check_root
 from . import gloo
 from .buckets import length_of_chunk
 
-TPU_TILE = 8 * 128  # elements
-
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or of several, whose ranks are numbered in that order."""
 
@@ -279,14 +277,30 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     return lax.ppermute(x, axis, pairs)
 
 
+def tpu_width(width: int) -> int:
+    """Elements of a rank's row as XLA's collectives for TPUs take it: in tiles of 8 x 128.
+
+    A scatter of more than some 1,900 tiles a rank stays one if a power of two divides them into so many.
+
+    Example:
+        >>> tpu_width(1000), tpu_width(7425 * 1024) // 1024
+        (1024, 7432)
+    """
+    tiles, step = -(-width // 1024), 1
+    while tiles > 1024 * step:
+        step *= 2
+    return -(-tiles // step) * step * 1024
+
+
 def _is_row(x: jax.Array, chunk_length: int) -> bool:
-    """Whether each rank has one row of a buffer, on TPUs: XLA makes all-reduces of parts that are not whole tiles."""
+    """Whether each rank has one row of a buffer, on TPUs, where XLA makes all-reduces of parts of other lengths."""
     return chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu"
 
 
 def _in_tiles(rows: jax.Array) -> jax.Array:
     """Rows ``[n, width]`` as whole tiles ``[n, 8 k, 128]``, padded with zeros."""
-    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % TPU_TILE))).reshape(len(rows), -1, 128)
+    width = rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, tpu_width(width) - width))).reshape(len(rows), -1, 128)
 
 
 def _check_call(x: Any, axis: Axis) -> int:

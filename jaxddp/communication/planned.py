@@ -19,7 +19,7 @@ from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
 from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes
-from .collectives import TPU_TILE, kind_of
+from .collectives import kind_of, tpu_width
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -144,8 +144,8 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
         ('reduce-scatter', 32)
     """
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
-    if platform == "tpu" and kind != "all-to-all":  # of whole tiles
-        num_elements += num_ranks * (-num_elements // num_ranks % TPU_TILE)
+    if platform == "tpu" and kind != "all-to-all":
+        num_elements = num_ranks * tpu_width(num_elements // num_ranks)
     if compiled == "all-reduce":
         return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
