@@ -1,8 +1,11 @@
-"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-When one fails, the others are ended, and the exit status is its own. torchrun starts the same scripts; this needs no
-torch, listens to no other host, and leaves nothing behind that they have started. In a job of several processes, which
-srun, torchrun or mpirun has started, it starts none: each process becomes the script.
+They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
+its own. torchrun starts the same scripts; this needs no torch, listens to no other host, and leaves nothing behind that
+they have started.
+
+In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
+script.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..arguments import check_integer, check_positive
 from ..processes.job import STUCK_S, TOKEN, find_job
@@ -53,20 +57,27 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.launch.init_from_env(). Rank 0 is shown, the others have logs. In a job that torchrun, srun or "
+        "or torchref.launch.init_from_env(). Rank 0 is shown, every rank has a log. In a job that torchrun, srun or "
         "mpirun has started, each process runs the script.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them")
-    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
-        "(default: %(default)s)")  # fmt: skip
-    add("--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
-        "before all end with status 5 (default: what the script says, or 600)")  # fmt: skip
-    add("--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
-        "times; for programs that go on from their checkpoints (default: %(default)s)")  # fmt: skip
-    add("script", help="a Python file")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them"
+    )
+    parser.add_argument(
+        "--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
+        "before all end with status 5 (default: what the script says, or 600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
+        "times; for programs that go on from their checkpoints (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 
@@ -93,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks is None:
         raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
     if status := launch(command, ranks, arguments.log_dir, restarts):
-        print_line(f"ended with status {status}: the logs of the other ranks are in {arguments.log_dir}")
+        print_line(f"ended with status {status}: the logs of all ranks are in {arguments.log_dir}")
     return status
 
 
@@ -103,7 +114,7 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     Args:
         command: A script or ``-m module``, and its arguments.
         num_processes: How many.
-        log_dir: Folder for a log of each process but the first, which alone is shown; if None all are shown.
+        log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
         max_restarts: How often all processes are started again after one has failed, but not after a signal.
 
     Raises:
@@ -126,31 +137,41 @@ class _Processes:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         alike = {
-            "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
-        }  # fmt: skip
-        if log_dir is not None:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
+        }
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.readers: list[threading.Thread] = []
         for rank in range(count):
-            variables = {name: str(value) for name, value in (alike | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            with contextlib.ExitStack() as stack:
-                log = None  # as this process's own
-                if log_dir is not None and rank:
-                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
-                process = subprocess.Popen(
-                    child_command(command), env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=None if log_dir is None else subprocess.STDOUT, process_group=0,
-                )  # fmt: skip
+            variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
+            process = subprocess.Popen(
+                child_command(command),
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                stdin=subprocess.DEVNULL,
+                stdout=None if log_dir is None else subprocess.PIPE,
+                stderr=None if log_dir is None else subprocess.STDOUT,
+                process_group=0,
+            )
             self.processes.append(process)
+            if process.stdout is not None and log_dir is not None:
+                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
+                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
+                self.readers.append(reader)
+                reader.start()
 
     def wait(self) -> tuple[int, bool]:
-        """Waits for all; gives the exit status, and whether a signal came, which is passed on to the processes.
+        """Waits for all; after the first failure, and however this ends, ends the others.
 
-        After the first failure, and however this ends, the others are ended.
+        Signals of schedulers are passed on to the processes, which end by themselves.
+
+        Returns:
+            The exit status, and whether a signal came.
         """
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
@@ -200,8 +221,31 @@ class _Processes:
         for process in self._running():
             _kill_group(process)
             process.wait()
+        for reader in self.readers:
+            reader.join(_GRACE_S)  # not for ever: what it has started may have left its group
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
+    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    with lines, contextlib.ExitStack() as stack:
+        log, is_logged = None, True
+        for line in lines:
+            try:
+                if is_logged and log is None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    log = stack.enter_context(path.open(mode, buffering=0))
+                if is_logged and log is not None:
+                    log.write(line)
+            except OSError as error:
+                is_logged = False
+                print_line(f"{path}: {error.strerror}: the job goes on without this log")
+            try:
+                if is_shown:
+                    os.write(1, line)
+            except OSError:  # closed, as by head
+                is_shown = False

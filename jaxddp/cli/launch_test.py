@@ -42,6 +42,9 @@ if how == "stopped" and rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 if how == "stopped":
     sys.exit(5)
+if how == "many lines":
+    for _ in range(20_000):
+        print("x" * 100)
 if how == "signal":
     signal.signal(signal.SIGUSR1, leave)
 if how in ("fail", "signal"):
@@ -67,11 +70,11 @@ def command(folder, how, *options):
     return {"args": arguments, "env": environment, "cwd": folder}
 
 
-def test_every_process_has_its_place_and_a_log_and_process_0_is_shown(start, tmp_path, capfd):
+def test_every_process_has_its_place_and_its_log_and_process_0_is_shown(start, tmp_path, capfd):
     assert start("print", log_dir=str(tmp_path / "logs")) == 0
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
-    assert (tmp_path / "logs" / "rank-1.log").read_text() == "attempt 0 rank 1 of 2\n"
-    assert capfd.readouterr().out == "attempt 0 rank 0 of 2\n"
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert logs == [f"attempt 0 rank {rank} of 2\n" for rank in range(2)]
+    assert capfd.readouterr().out == logs[0]
 
 
 def test_a_process_that_fails_ends_the_others_and_gives_its_status(start, capfd):
@@ -126,6 +129,24 @@ def test_the_ranks_end_with_the_launcher(start, tmp_path, number, status, line):
         _, said = process.communicate(timeout=50)
     assert process.returncode == status and len(ranks) == 2 and said == line
     wait_for(lambda: not any(map(is_alive, ranks)), 10)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_job_goes_on_without_a_log_on_a_full_disk(start, tmp_path, capfd):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").symlink_to("/dev/full")
+    (logs / "rank-1.log").mkdir()
+    assert start("many lines", log_dir=str(logs)) == 0
+    said = capfd.readouterr()
+    assert said.out.count("x" * 100) == 20_000 and said.err.count("the job goes on without this log") == 2
+
+
+def test_a_job_goes_on_when_nobody_reads_what_it_shows(start, tmp_path):
+    with subprocess.Popen(**command(tmp_path, "many lines"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait(50) == 0 and process.stderr.read() == b""
+    assert (tmp_path / "runs" / "launch" / "rank-0.log").read_text().count("x" * 100) == 20_000
 
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -172,8 +172,8 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         case "all-to-all":
             return gloo.scatter_by_all_to_all(x, axis)
     if _is_row(x, chunk_length):
-        row = lax.psum_scatter(_in_tiles(x), axis, scatter_dimension=0, tiled=True)
-        return row.reshape(1, -1)[:, : x.shape[1]]
+        tiles = _padded(x).reshape(num_ranks, -1, 128)
+        return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
@@ -208,8 +208,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
         return gloo.gather_by_swap(x, axis)
     to = "invarying" if equal else "varying"
     if _is_row(x, len(x)):
-        rows = lax.all_gather(_in_tiles(x), axis, axis=0, tiled=True, to=to)
-        return rows.reshape(num_ranks, -1)[:, : x.shape[1]]
+        return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]
     return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
 
 
@@ -297,10 +296,8 @@ def _is_row(x: jax.Array, chunk_length: int) -> bool:
     return chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu"
 
 
-def _in_tiles(rows: jax.Array) -> jax.Array:
-    """Rows ``[n, width]`` as whole tiles ``[n, 8 k, 128]``, padded with zeros."""
-    width = rows.shape[1]
-    return jnp.pad(rows, ((0, 0), (0, tpu_width(width) - width))).reshape(len(rows), -1, 128)
+def _padded(rows: jax.Array) -> jax.Array:
+    return jnp.pad(rows, ((0, 0), (0, tpu_width(rows.shape[1]) - rows.shape[1])))
 
 
 def _check_call(x: Any, axis: Axis) -> int:
