@@ -120,7 +120,8 @@ def test_the_others_expose_less_on_gpus(steps, name, gb_per_s):
 
 @on_tpus
 @every_speed
-def test_tpus_wait_for_every_collective_where_it_stands(steps, name, gb_per_s):
+def test_tpus_wait_for_small_collectives_where_they_stand(steps, name, gb_per_s):
+    """SparseCores take larger ones."""
     planned, schedule = steps(TPU, name)
     simulation, network = simulated(steps(TPU, name), TPU, gb_per_s), Network(gb_per_s)
     metrics = [(c.kind, c.num_bytes) for c in schedule.collectives() if c.is_metrics]
@@ -129,6 +130,15 @@ def test_tpus_wait_for_every_collective_where_it_stands(steps, name, gb_per_s):
     by_formula_s = sum(network.seconds(kind, num_bytes, range(8)) for kind, num_bytes in [*planned, *metrics])
     assert simulation.exposed_s == pytest.approx(by_formula_s, rel=1e-9)  # rounding of sums of 22 numbers
     assert simulation.communication_s == pytest.approx(simulation.exposed_s, rel=1e-9)
+
+
+@pytest.mark.full
+def test_sparse_cores_of_tpus_carry_out_large_collectives_while_the_backward_goes_on(steps):
+    planned, schedule = steps(TPU, "bucketed", LARGE)
+    assert schedule.gradient_collectives() == sorted(planned)
+    assert all(c.is_async for c in schedule.collectives() if not c.is_metrics)
+    head_bytes = 4 * SIZES[LARGE].vocab * SIZES[LARGE].width  # its gradient comes first
+    assert schedule.overlap().bytes_in_flight >= head_bytes
 
 
 @pytest.mark.full
