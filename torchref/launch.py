@@ -64,14 +64,11 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def __init__(self, max_ranks: int, *, backend: str = "gloo", prepare: Callable[[int], None] | None = None) -> None:
         """Makes a pool; starts nothing yet.
 
-        Args:
-            max_ranks: The most ranks that a call may have.
-            backend: ``"gloo"`` (CPU) or ``"nccl"`` (rank r on CUDA device r).
-            prepare: Called as ``prepare(rank)`` in each new process, before it starts a thread or joins a group.
+        ``max_ranks`` are the most that a call may have, on CPUs or, with ``"nccl"``, rank r on CUDA device r.
+        ``prepare(rank)`` is called in each new process, before it starts a thread or joins a group.
         """
         _check_ranks(max_ranks, backend)
-        self.max_ranks = max_ranks
-        self._backend, self._prepare = backend, prepare
+        self.max_ranks, self._backend, self._prepare = max_ranks, backend, prepare
         self._workers: dict[int, _Worker] = {}
         _open_pools.add(self)
 

@@ -80,8 +80,7 @@ class DataParallel(nn.Module, abc.ABC):
             ValueError: If there is nothing to train, the module is wrapped, an option is unknown, or ranks differ.
         """
         if unknown := ddp_options.keys() - _HARMLESS:
-            name = type(self).__name__
-            raise ValueError(f"{name} has no option {min(unknown)}; the caps of buckets are bucket_mb, if it has any")
+            raise ValueError(f"{type(self).__name__} has no option {min(unknown)}; caps of buckets are bucket_mb")
         check_module(module)
         super().__init__()
         self.module, self.process_group = module, process_group

@@ -131,7 +131,7 @@ def bad_input():
         (lambda: torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None), r"bucket_mb \(=1\) and bucket_size_mb \(=None\)"),
         (
             lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25),
-            "BucketedDDP has no option bucket_cap_mb; .* bucket_mb",
+            "BucketedDDP has no option bucket_cap_mb; caps",
         ),
     ):
         with pytest.raises(ValueError, match=message):

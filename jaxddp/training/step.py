@@ -105,17 +105,10 @@ def local_gradients(
 def train_step(
     run: Run, backward: GradientTrace, plan: BucketPlan, state: TrainState, batch: Any
 ) -> tuple[TrainState, dict[str, Any], Any]:
-    """Takes one step, inside ``shard_map`` with ``check_vma`` off.
+    """Takes one step of this rank's state and examples, inside ``shard_map`` with ``check_vma`` off.
 
-    Args:
-        run: What the step is made of.
-        backward: Of a micro-batch.
-        plan: What it communicates.
-        state: This rank's.
-        batch: This rank's examples.
-
-    Returns:
-        The next state; the metrics, equal on every rank; and the weight of all examples, None without weights.
+    ``backward`` is that of a micro-batch. Returns the next state; the metrics, equal on every rank; and the weight of
+    all examples, None without weights.
     """
     ranks, strategy, layout = run.layout.ranks, run.strategy, run.layout
     # Dropout must differ between ranks and steps, and repeat with the seed.

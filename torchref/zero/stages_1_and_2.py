@@ -104,10 +104,7 @@ class ZeRO1(DataParallel):
     @property
     def param_groups(self) -> Any:
         """Refused: what takes the wrapper for an optimizer, as a ``GradScaler`` does, would see shards."""
-        raise RuntimeError(
-            "param_groups are of wrapper.optimizer; a GradScaler looks at this rank's shards alone, and ranks would"
-            " skip steps apart: train in bfloat16, or use BucketedDDP with a ShardedOptimizer"
-        )
+        raise RuntimeError("param_groups are wrapper.optimizer's; for a GradScaler, BucketedDDP and ShardedOptimizer")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of this rank's shards."""
