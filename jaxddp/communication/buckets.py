@@ -249,6 +249,21 @@ def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
     return shape[0] // num_ranks
 
 
+def tpu_width(width: int) -> int:
+    """Elements of a rank's row as XLA's collectives for TPUs take it: in tiles of 8 x 128.
+
+    A scatter of more than some 1,900 tiles a rank stays one if a power of two divides them into so many.
+
+    Example:
+        >>> tpu_width(1000), tpu_width(7425 * 1024) // 1024
+        (1024, 7432)
+    """
+    tiles, step = -(-width // 1024), 1
+    while tiles > 1024 * step:
+        step *= 2
+    return -(-tiles // step) * step * 1024
+
+
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:
     """Computes the length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
     return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)

@@ -39,7 +39,7 @@ from jax import lax
 
 from ..arguments import check_pairs, check_root
 from . import gloo
-from .buckets import length_of_chunk
+from .buckets import length_of_chunk, tpu_width
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or of several, whose ranks are numbered in that order."""
@@ -274,21 +274,6 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     """
     check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
-
-
-def tpu_width(width: int) -> int:
-    """Elements of a rank's row as XLA's collectives for TPUs take it: in tiles of 8 x 128.
-
-    A scatter of more than some 1,900 tiles a rank stays one if a power of two divides them into so many.
-
-    Example:
-        >>> tpu_width(1000), tpu_width(7425 * 1024) // 1024
-        (1024, 7432)
-    """
-    tiles, step = -(-width // 1024), 1
-    while tiles > 1024 * step:
-        step *= 2
-    return -(-tiles // step) * step * 1024
 
 
 def _is_row(x: jax.Array, chunk_length: int) -> bool:

@@ -18,8 +18,8 @@ from ..interpreter import CHECKPOINT, TRANSPARENT
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
-from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes
-from .collectives import kind_of, tpu_width
+from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, tpu_width
+from .collectives import kind_of
 
 _KINDS = {
     "all_gather": "all-gather",
