@@ -83,8 +83,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Runs ``fn(*args)`` on every rank of a fresh process group; gives the results in rank order.
 
         Args:
-            fn: A function that other processes can import by its name; its results should be on the CPU.
-            *args: Its arguments, the same on every rank; pickled, like the results.
+            fn: A function that other processes can import by its name; results are pickled and should be on the CPU.
+            *args: Its arguments, the same on every rank.
             num_ranks: Size of the process group; ``max_ranks`` when None.
             timeout_s: Seconds within which all ranks must finish, counted anew whenever a rank reports or finishes.
             on_message: Called here as ``on_message(rank, message)`` when a rank calls ``report(message)``.
@@ -200,7 +200,10 @@ class _Worker:
         """Starts the process; its first result is that it is ready."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, rank, backend, prepare), name=f"rank-{rank}")
+        # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
+        dies_with_thread = threading.current_thread() is threading.main_thread()
+        arguments = theirs, rank, backend, prepare, dies_with_thread
+        self.process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}")
         self.process.start()
         theirs.close()
 
@@ -224,11 +227,11 @@ class _Worker:
 # Inside a rank's process.
 
 
-def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Any) -> None:
+def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Any, dies_with_thread: bool) -> None:
     """The main function of a rank's process: answers that it is ready, then runs what it is sent."""
     faulthandler.register(signal.SIGTERM, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
-    if sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
+    if dies_with_thread and sys.platform == "linux":  # also where C code holds Python's lock, and no thread runs
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     one_at_a_time = threading.Lock()
 
@@ -323,8 +326,7 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, an argument is out of range, a GPU is missing, or
-            rank 0 cannot be reached.
+        ValueError: If the job is incomplete or contradicts itself, or rank 0 cannot be reached.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)

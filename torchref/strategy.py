@@ -42,6 +42,7 @@ from .parts import PartialGradient, Shard
 
 # Options of DistributedDataParallel that change nothing here.
 _HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+OPTIONS = {"process_group", "broadcast_buffers", *_HARMLESS}
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
@@ -84,8 +85,7 @@ class DataParallel(nn.Module, abc.ABC):
         check_module(module)
         super().__init__()
         self.module, self.process_group = module, process_group
-        self.num_ranks = dist.get_world_size(process_group)
-        self.require_backward_grad_sync = True
+        self.num_ranks, self.require_backward_grad_sync = dist.get_world_size(process_group), True
         self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
         chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers}
@@ -93,8 +93,8 @@ class DataParallel(nn.Module, abc.ABC):
         specs = [tensor_spec(name, p) for name, p in reversed(self._trained.items()) if name not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
         self._planned = {tensor.name for bucket in self.plan.buckets for tensor in bucket.tensors}
-        plan = f"{len(self.plan.buckets)} buckets, checksum {zlib.crc32(repr(self.plan).encode()):08x}"
-        check_alike({"plan": plan}, process_group)
+        checksum = f"{zlib.crc32(repr(self.plan).encode()):08x}"
+        check_alike({"plan": f"{len(self.plan.buckets)} buckets, checksum {checksum}"}, process_group)
         if not self._trained:
             raise ValueError(f"module (={type(module).__name__}) must have a parameter that needs a gradient")
         with torch.no_grad():
@@ -130,6 +130,9 @@ class DataParallel(nn.Module, abc.ABC):
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """This rank's shards that an optimizer updates, and how the parameters are cut, by name."""
         return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"a {type(self).__name__} is not pickled or copied: save gather_full_params()")
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The optimizer's gradients: those replicated on every rank, and this rank's shards."""
@@ -374,6 +377,8 @@ def check_module(module: nn.Module) -> None:
     """Refuses a module of which another wrapper reduces or shards a parameter, by a ValueError."""
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
     for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device: module.to_empty(device=...), then wrap it")
         if isinstance(parameter, Shard):
             raise ValueError(f"parameter {name!r} is a shard made by FSDP: wrap a new module, of gather_full_params()")
         if id(parameter) in owners:

@@ -1,5 +1,6 @@
 """What all strategies in ``ddp/`` guarantee; each is checked on the ranks of a pool, in one start."""
 
+import copy
 import gc
 import weakref
 
@@ -125,7 +126,9 @@ def check_all(name):
 
 
 def bad_input():
-    torchref.BucketedDDP(nn.Linear(2, 1), device_ids=None, static_graph=True)  # options of DDP that change nothing
+    net = torchref.BucketedDDP(nn.Linear(2, 1), device_ids=None, static_graph=True)  # of DDP; they change nothing
+    with pytest.raises(RuntimeError, match="a BucketedDDP is not pickled"):
+        copy.deepcopy(net)
     for call, message in (
         (lambda: torchref.make_strategy("zero9", mlp()), "unknown strategy 'zero9': one of naive, flat, overlapped"),
         (lambda: torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None), r"bucket_mb \(=1\) and bucket_size_mb \(=None\)"),

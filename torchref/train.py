@@ -57,9 +57,6 @@ class Trainer:
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, on all
                 ranks: ``"ignore"`` nothing, ``"raise"`` raise before the update, ``"skip"`` not update.
-
-        Raises:
-            ValueError: If an option is out of range, or does not go with the wrapper.
         """
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -319,6 +320,10 @@ def _read_about(checkpoint: Path) -> dict[str, Any] | None:
         written = json.loads(path.read_bytes())
         return written["about"] if written["crc32"] == _checksum(written["about"]) else None
     except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno != errno.EIO:  # rights and the like are no damage
+            raise
         return None
 
 

@@ -1,7 +1,11 @@
 """Several processes over Gloo on loopback save together, restore together, and one process goes on alone."""
 
+import json
+import shutil
+
 import jax
 
+from jaxddp.checkpoint import folder
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.checkpoints_test import (
     BATCH,
@@ -74,3 +78,64 @@ def test_processes_save_and_restore_as_one(tmp_path):
             assert_close(dict_of(trainer, state), uninterrupted(step))
         state, _ = advance(trainer, state, position, 1)
         assert_close(dict_of(trainer, state), uninterrupted(4))
+
+
+SEES_OTHERS = """
+import json
+import sys
+import jax
+import jaxddp
+
+address, process_id, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 1)
+jaxddp.start_process(address, 2, process_id)
+
+from jaxddp.checkpoint.checkpoints_test import make, make_params
+trainer, found = make(jaxddp.zero1()), []
+for case in ("empty", "older", "another", "damaged", "fallen"):
+    with jaxddp.Checkpoints(f"{folder}/{case}/{process_id}", warn=lambda line: None) as checkpoints:
+        try:
+            newest = checkpoints.latest_step()
+            found.append(f"{newest} {checkpoints.restore(trainer, make_params())[0].step}")
+        except ValueError as error:
+            found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named(tmp_path):
+    """Process 1 sees an empty folder, an older checkpoint, another one of that step, and a damaged one.
+
+    In the last case it is process 0 whose newest is damaged: all go on from the one before.
+    """
+    with jax.enable_x64(True):
+        trainer = trainer_of("naive on 1")
+        state, position = trainer.init(make_params()), 0
+        with Checkpoints(tmp_path / "sound") as checkpoints:
+            for _ in range(2):
+                state, position = advance(trainer, state, position, 1)
+                checkpoints.save(trainer, state, data_position=position)
+    cases = [tmp_path / case for case in ("empty", "older", "another", "damaged", "fallen")]
+    for case in cases:
+        for process in ("0", "1"):
+            shutil.copytree(tmp_path / "sound", case / process)
+    empty, older, another, damaged, _ = (case / "1" for case in cases)
+    shutil.rmtree(empty)
+    shutil.rmtree(older / "2")
+    about = another / "2" / "about.json"
+    said = json.loads(about.read_bytes())["about"] | {"data_position": 7}
+    about.write_text(json.dumps({"about": said, "crc32": folder._checksum(said)}))
+    for path in (damaged, cases[-1] / "0"):
+        state = path / "2" / "state.npz"
+        state.write_bytes(state.read_bytes()[:-1])
+    reasons = [
+        f"process 1: no checkpoint of step 2 in '{empty}': there are none",
+        f"process 1: no checkpoint of step 2 in '{older}': there are 1",
+        f"process 1: checkpoint of step 2 in '{another}' is not the one of that step that process 0 reads",
+        f"process 1: checkpoint of step 2 in '{damaged}' is damaged or half-written: remove it to go on from an older"
+        " one",
+        "2 1",
+    ]
+    for found in run_workers(SEES_OTHERS, NUM_PROCESSES, tmp_path):
+        assert json.loads(found) == reasons

@@ -210,7 +210,7 @@ class _Reader:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
         within = self.module.within(instruction, computation)
-        if opcode in ("while", "call") and any(_kind(inner) for inner, _ in within):
+        if opcode in ("while", "call") and any(_kind(one) or one.opcode in ("send", "recv") for one, _ in within):
             trips = trip_count(self.module, instruction) if opcode == "while" else 1
             if trips is None:
                 self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")

@@ -92,7 +92,8 @@ def compile_jitted(
     if target.platform != "tpu":
         return _start(target, jitted, args, kwargs, mesh).result()
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        return _start(target, jitted, args, kwargs, mesh, text_folder=folder).result()
+        # libtpu's options are divided at spaces.
+        return _start(target, jitted, args, kwargs, mesh, text_folder="" if " " in folder else folder).result()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:

@@ -29,8 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from .hlo import Array, Computation, HLOError, Instruction, Module, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
@@ -57,7 +55,6 @@ _CALLS_WITHOUT_WORK = frozenset(
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound "
     "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
-_MOST_PAIRS = 2**24
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
 _MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
 _CONVOLUTION_CALLS = ("__cudnn$conv",)
@@ -359,11 +356,22 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
 
     stride, base, dilation = (int(field_of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(field_of("pad", "0_0").split("_")[0])
-    if size_out * size_window > _MOST_PAIRS or max(stride, base, dilation, size_in, abs(low)) > _MOST_PAIRS:
-        raise HLOError(f"window (={window}) must have at most {_MOST_PAIRS:,} pairs of positions")
-    # Between the elements of the input lie base - 1 zeros.
-    meets = stride * np.arange(size_out)[:, None] + dilation * np.arange(size_window) - low
-    return int(np.sum((meets >= 0) & (meets <= (size_in - 1) * base) & (meets % base == 0)))
+    # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
+    # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
+    common = math.gcd(stride, base)
+    period = base // common
+    pairs = 0
+    first_that_meets = max(0, -((size_out - 1) * stride - low) // dilation)
+    for offset in range(first_that_meets, min(size_window, ((size_in - 1) * base + low) // dilation + 1)):
+        shift = offset * dilation - low
+        if shift % common:
+            continue
+        first = max(0, -(shift // stride))
+        last = min(size_out - 1, ((size_in - 1) * base - shift) // stride)
+        residue = -(shift // common) * pow(stride // common, -1, period) % period
+        first += (residue - first) % period
+        pairs += max(0, (last - first) // period + 1)
+    return pairs
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:

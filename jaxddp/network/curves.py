@@ -67,6 +67,7 @@ class Network:
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
     fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
+    host_latency_us: float = HOST_LATENCY_US  # that a call over several hosts adds to a curve
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -75,8 +76,9 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("devices_per_host", self.devices_per_host)
-        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
+        for name in ("latency_us", "host_latency_us"):
+            if not is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} (={value}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
@@ -119,7 +121,7 @@ class Network:
             (hosts, rows), *_ = table.items()
             measured = _between_share(kind, local, hosts * (self.devices_per_host or 1))
             return _at_size(rows, num_bytes) * (share / measured)
-        return max(within_s, share * num_bytes / self._host_bytes_per_s) + HOST_LATENCY_US * 1e-6
+        return max(within_s, share * num_bytes / self._host_bytes_per_s) + self.host_latency_us * 1e-6
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
@@ -133,7 +135,7 @@ class Network:
                 return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
             return _beyond(kind, curves[local], num_bytes)
         if not (table := self._over_hosts(kind)):
-            speed = f"{self._host_bytes_per_s / GB:g} GB/s and {HOST_LATENCY_US:g} us"
+            speed = f"{self._host_bytes_per_s / GB:g} GB/s and {self.host_latency_us:g} us"
             return f"{kind} between hosts was not measured: {speed} are assumed"
         (hosts, rows), *_ = table.items()
         if len(group) != hosts * local:

@@ -68,8 +68,8 @@ def is_measured(chip: str) -> bool:
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or
-    ``nccl-tests``, its ``metrics.jsonl``, or a JSON object of times of full buffers:
+    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives``,
+    its ``metrics.jsonl``, or a JSON object of times of full buffers:
     ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
 
     Raises:

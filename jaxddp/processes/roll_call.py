@@ -23,6 +23,7 @@ from .job import Job
 from .stderr import print_line
 
 _RETRY_S = 0.1
+_HELLO_S = 5.0  # in which a message must have come
 _MAX_BYTES = 2**20  # of a message
 
 
@@ -118,7 +119,7 @@ class _Meeting:
     def _hear(self, caller: socket.socket, address: tuple[Any, ...]) -> None:
         connection, job, refusal = Connection(caller.detach()), self._job, "is no process of this job"
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
-            token, number, alike = json.loads(connection.recv_bytes(_MAX_BYTES))
+            token, number, alike = json.loads(_receive(connection, _HELLO_S))
             is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(alike) is dict
             if is_known and number in range(1, job.num_processes):
                 with self._lock:
@@ -130,6 +131,23 @@ class _Meeting:
         print_line(f"jaxddp: {address[0]} is refused at {job.address}: {refusal}")
         with connection, contextlib.suppress(OSError):
             connection.send_bytes(refusal.encode())
+
+
+def _receive(connection: Connection, timeout_s: float) -> bytes:
+    """A message; the connection ends if it has not come whole in time."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            return connection.recv_bytes(_MAX_BYTES)
+        finally:
+            timer.cancel()
 
 
 def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
@@ -145,7 +163,7 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
             connection.send_bytes(said)
             if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
                 raise TimeoutError("it says nothing")
-            fault = connection.recv_bytes(_MAX_BYTES).decode()
+            fault = _receive(connection, _HELLO_S).decode()
             break
         except (OSError, EOFError) as error:
             if connection is not None:

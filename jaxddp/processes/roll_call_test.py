@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from . import roll_call
 from .job import Job
 from .roll_call import meet
 
@@ -126,6 +127,20 @@ def test_a_stranger_that_says_nothing_holds_nobody():
         with socket.create_connection((job.host, job.port), timeout=10) as stranger:
             stranger.sendall(b"\0")
             assert first.result().startswith("process 1 of 2 must join")
+
+
+def test_a_stranger_that_never_ends_its_message_is_sent_away_in_time(monkeypatch, capfd):
+    monkeypatch.setattr(roll_call, "_HELLO_S", 0.5)
+    job = make_job()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(join, job)
+        call(job, b"GET ")  # until it listens
+        with socket.create_connection((job.host, job.port), timeout=10) as stranger:
+            stranger.sendall((100).to_bytes(4, "big") + b"a")
+            assert stranger.recv(1000) == b""
+        assert pool.submit(join, job._replace(process_id=1)).result() is None
+        assert first.result() is None
+    assert capfd.readouterr().err.count("is refused at") == 2
 
 
 def test_nobody_answers_and_a_port_that_is_taken():

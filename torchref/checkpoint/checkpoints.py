@@ -91,7 +91,6 @@ class Checkpoints(CheckpointFolder):
         Raises:
             ValueError: If there is no such checkpoint, it is of another model, optimizer or dtype, damaged, or written
                 by another version, or a rank cannot read what rank 0 reads. Checkpoints are never changed.
-            OSError: If it cannot be read.
         """
         about = self._agree(step)
 

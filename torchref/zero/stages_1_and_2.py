@@ -27,7 +27,7 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import DataParallel, register, weakly
+from ..strategy import OPTIONS, DataParallel, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -54,8 +54,6 @@ class ZeRO1(DataParallel):
         bucket_mb: BucketMb = "default",
         *,
         params: Params | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        broadcast_buffers: bool = True,
         **kwargs: Any,
     ) -> None:
         """Wraps a module.
@@ -65,23 +63,20 @@ class ZeRO1(DataParallel):
             optimizer_cls: Must be element-wise; ``ShardedOptimizer`` takes others.
             bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
             params: What the optimizer updates: parameters of the module, or groups of them; all of them when None.
-            process_group: As in ``DataParallel``.
-            broadcast_buffers: As there.
-            **kwargs: For ``optimizer_cls``.
+            **kwargs: For ``optimizer_cls``; options of ``DataParallel`` as there.
 
         Raises:
-            ValueError: If the optimizer is not element-wise, it differs by rank, ``params`` are not the module's, a cap
-                is out of range, or as ``DataParallel``.
+            ValueError: If the optimizer is not element-wise or differs by rank, or as ``DataParallel``.
         """
         self._bucket_mb = bucket_mb
         groups = as_groups(module.parameters() if params is None else params)
-        super().__init__(module, process_group=process_group, broadcast_buffers=broadcast_buffers)
+        super().__init__(module, **{name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()})
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: Cut(tuple(parameter.shape), self.num_ranks) for name, parameter in self._trained.items()}
         self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         names = {id(shard): name for name, shard in self._shards.items()}
-        check_alike(describe_optimizer(self.optimizer, names), process_group)
+        check_alike(describe_optimizer(self.optimizer, names), self.process_group)
         check_elementwise(self.optimizer)
         mark_state_dicts(self.optimizer, self.process_group)
         self.optimizer.register_step_pre_hook(weakly(self._before_step))
@@ -99,6 +94,8 @@ class ZeRO1(DataParallel):
 
     def step(self) -> None:
         """Updates this rank's shards, and gathers those of all ranks into the module."""
+        if all(shard.grad is None for shard in self._shards.values()):
+            raise RuntimeError("step needs averaged gradients: call finish_gradient_synchronization after the backward")
         self.optimizer.step()
 
     @property

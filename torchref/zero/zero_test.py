@@ -168,6 +168,9 @@ def bad_input_is_refused(name):
         net(torch.tensor([0, 1])).sum().backward()
         net.finish_gradient_synchronization()
     net, _ = wrap(name, corners())
+    if name in ("zero1", "zero2"):
+        with pytest.raises(RuntimeError, match="step needs averaged gradients"):
+            net.step()
     loss_fn(net, rows(batches()[0])).backward()
     net.finish_gradient_synchronization()
     with pytest.raises(ValueError, match=r"max_norm \(=0\) must be positive"):
