@@ -102,11 +102,18 @@ def test_a_done_waits_through_updates_and_other_dones_do_not_wait():
     assert [(o.name, o.waits_for) for o in schedule.operations if o.waits_for] == [("d", "s")]
 
 
-def test_what_is_sent_without_a_collective_is_named():
-    lines = "%t = token[] after-all()", "%n = (f32[16,4], u32[], token[]) send(%p, %t), channel_id=1"
-    schedule = read_schedule(module(*lines))
-    assert schedule.collectives() == [] and schedule.work().num_bytes == 0
-    assert schedule.notes == ("send n: what it transfers is not counted",)
+SENT = "%t = token[] after-all()", "%n = (f32[16,4], u32[], token[]) send(%p, %t), channel_id=1"
+SENT_IN_A_LOOP = "%loop = f32[16,4] while(%p), condition=%cond, body=%body"
+
+
+@pytest.mark.parametrize("lines", [SENT, (SENT_IN_A_LOOP,)])
+def test_what_is_sent_without_a_collective_is_named(lines):
+    before = computation("body", *(line.replace("%p", "%x") for line in SENT)) + computation(
+        "cond", "%never = pred[] custom-call(%x)"
+    )
+    schedule = read_schedule(module(*lines, before=before))
+    assert schedule.collectives() == [] and schedule.work().flops == 0
+    assert "send n: what it transfers is not counted" in schedule.notes
 
 
 def test_a_permutation_takes_as_long_as_its_slowest_pair():
