@@ -119,9 +119,8 @@ def transformer(
     It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``, D for ``width``,
     L for ``num_layers``, H for ``num_heads``, F for ``hidden``. Biases and learned positions are neglected.
 
-    ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``. Key and
-    value may have fewer ``kv_heads``, a feed-forward that is not gated 2 matrices, and a head that ``is_tied`` is the
-    embedding. ``is_causal`` is whether a token attends to those before it alone.
+    ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``. What is not
+    gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding; ``is_causal`` is the attention.
     """
     for name, value, known in (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED)):
         if value not in known:
