@@ -252,7 +252,8 @@ def length_of_chunk(shape: Sequence[int], num_ranks: int) -> int:
 def tpu_width(width: int) -> int:
     """Elements of a rank's row as XLA's collectives for TPUs take it: in tiles of 8 x 128.
 
-    A scatter of more than some 1,900 tiles a rank stays one if a power of two divides them into so many.
+    Of more than some 1,900 tiles a rank XLA makes an all-reduce, unless a power of two divides them into pieces of no
+    more. So their number is rounded up to a multiple of one, by 0.2 % at most.
 
     Example:
         >>> tpu_width(1000), tpu_width(7425 * 1024) // 1024

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp import targets
+from jaxddp.communication.collectives import reduce_scatter
+from jaxddp.communication.planned import planned_exchange
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.instruments.simulate import simulate
 from jaxddp.network import Network
@@ -68,6 +71,18 @@ def test_compiled_is_planned(steps, name):
     assert kinds == ({"all-reduce"} if name == "bucketed" else of_zero)
     # The last gradient's way to its owner has nothing to overlap with: XLA makes such collectives synchronous.
     assert all(c.is_async for c in schedule.collectives() if not c.is_metrics and c.kind != "all-to-all")
+
+
+@pytest.mark.full
+def test_a_scatter_of_many_tiles_stays_one_on_tpus():
+    """XLA makes an all-reduce of rows of 7,425 tiles: no power of two divides them into few enough."""
+    mesh, width = targets.mesh("v5p:8"), 7425 * 1024
+    by_rank = PartitionSpec("data")
+    scatter = functools.partial(reduce_scatter, axis="data")
+    mapped = jax.shard_map(scatter, mesh=mesh, in_specs=by_rank, out_specs=by_rank, check_vma=False)
+    rows = jax.ShapeDtypeStruct((64, width), jnp.float32, sharding=NamedSharding(mesh, by_rank))
+    found = jaxddp.collectives(jaxddp.jit(mapped, jaxddp.zero1(), platform="tpu"), rows, target="v5p:8")
+    assert found.pairs == [planned_exchange("reduce-scatter", 8 * width, "float32", 8, "tpu")]
 
 
 @pytest.mark.full
