@@ -50,7 +50,7 @@ def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
 @pytest.mark.full
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
-    """Beats may still arrive, and then nobody is behind: all wait in one step."""
+    """Beats may still arrive: then all wait in one step, or one is a collective behind."""
     program = {"jaxddp": JAX, "torchref": TORCH}[framework]
     with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", program, hosts=lab.hosts) as job:
         job.wait_until_all_met()
@@ -68,5 +68,6 @@ def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
                 assert "Failed to send RPC to coordination service" in said, said
                 continue
             assert status == STATUS, said
-            found = rf"jaxddp: (no process has finished step \d+ within|process \d {SILENT}|process 0 {GONE})"
+            slow = r"no process has finished step \d+ within|process \d did not begin collective \d+, after step \d+,"
+            found = rf"jaxddp: ({slow}|process \d {SILENT}|process 0 {GONE})"
             assert re.search(found, said), said
