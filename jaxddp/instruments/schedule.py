@@ -246,7 +246,7 @@ class _Reader:
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
         inner, where = found[0]
         kind = _kind(inner)
-        origins = [inner, *_origins(instruction, computation)]
+        origins = [inner, *(_origins(instruction, computation) or _readers(instruction, computation))]
         return Collective(
             kind, _full_bytes(kind, inner, where), self._group(inner),
             is_async=instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true",
@@ -324,6 +324,19 @@ def _origins(instruction: Instruction, computation: Computation) -> list[Instruc
         seen.update(operand.name for operand in operands)
         unnamed += operands
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)
+
+
+def _readers(instruction: Instruction, computation: Computation) -> list[Instruction]:
+    """Instructions with names that take its result: what XLA for TPUs sends a round later comes from one without."""
+    found, unnamed = [], {instruction.name}
+    for one in computation.values():
+        if unnamed.isdisjoint(one.operands):
+            continue
+        if one.op_name:
+            found.append(one)
+        else:
+            unnamed.add(one.name)
+    return found
 
 
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:

@@ -12,7 +12,7 @@ Then a third is, which makes one kernel of a small loop, and aborts the process 
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
 
 On TPUs every collective would be synchronous. The options let SparseCores carry them out, which v5p, v6e and v7x have
-beside the cores that compute; chips without them compile as before.
+beside the cores that compute; chips without them compile as before. In zero3's loops two may be in flight at a time.
 
 On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``replicated.py``), and
 all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
@@ -43,7 +43,11 @@ _OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "red
 _ON_SPARSE_CORES: dict[str, str | int | bool] = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
 }
-_AHEAD_IN_LOOPS_ON_TPUS = {f"xla_tpu_enable_ici_{kind}_pipelining": True for kind in ("ag", "rs")}
+_AHEAD_IN_LOOPS_ON_TPUS = {
+    **{f"xla_tpu_enable_ici_{kind}_pipelining": True for kind in ("ag", "rs")},
+    # Else a scatter starts when the gather for the next round is done, which is at the round's end.
+    "xla_tpu_enable_concurrent_sparse_core_offloading": True,
+}
 
 
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:

@@ -221,8 +221,9 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any]
     return carry, results
 
 
-# The gradients of a round's shards are one row of one stack, zeros before the backward: then on GPUs, XLA scatters them
-# while the next round computes, which it does not where a scatter's result is divided among several stacks.
+# The gradients of a round's shards are one row of one stack, zeros before the backward: then XLA scatters them while
+# the next round computes, which it does not where a scatter's result is divided among several stacks or, on TPUs, where
+# its parts are reshaped to one dimension before they are joined again.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients_from_rows(shapes: tuple[tuple[int, ...], ...], stacks: list[jax.Array]) -> jax.Array:
     """Zeros ``[rounds, elements]``, whose gradients become those of stacks of these shapes, ``[rounds, ...]``."""
@@ -247,7 +248,7 @@ def _gradients_to_row(arrays: list[jax.Array], row: jax.Array) -> list[jax.Array
 
 _gradients_to_row.defvjp(
     lambda arrays, row: (arrays, None),
-    lambda _, grads: (None, jnp.concatenate([grad.reshape(-1) for grad in grads])),
+    lambda _, grads: (None, jnp.concatenate([grad.reshape(1, -1) for grad in grads], axis=1)[0]),
 )
 
 

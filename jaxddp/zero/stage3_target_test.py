@@ -1,4 +1,4 @@
-"""What zero3 compiles to on 8 H100s that are not here: what a layer adds to memory, and how often units are gathered.
+"""What zero3 compiles to on 8 H100s or TPUs that are not here: what a layer adds to memory, and how often units are gathered.
 
 A layer's whole parameters take 8 MiB, and so do their gradients; 1/8 of these is a shard of either. Its backward needs
 the layer's input and the wide product, 512 + 2048 elements of each of 512 tokens on a device: 5 MiB.
@@ -79,11 +79,11 @@ def compiled():
     """A kind of model with some layers, compiled when the first test asks for it."""
 
     @functools.cache
-    def of(kind, num_layers):
+    def of(kind, num_layers, target="h100"):
         tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens}
         strategy = jaxddp.zero3(min_shard_elements=0)
-        trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"h100:{NUM_RANKS}"))
+        trainer = jaxddp.Trainer(make_loss(kind), optax.adam(1e-3), strategy, targets.mesh(f"{target}:{NUM_RANKS}"))
         state = trainer.abstract_state(make_params(kind, num_layers))
         program = targets.start_compile(trainer, state, batch).result()
         compiled = read_schedule(program).gradient_collectives()
@@ -126,8 +126,9 @@ def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_l
     assert counts == {"all-gather": gathers, "reduce-scatter": num_units}
 
 
-def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compiled):
-    found = compiled("scan", FEW).found
+@pytest.mark.parametrize("target", ["h100", pytest.param("v5p", marks=pytest.mark.full)])
+def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compiled, target):
+    found = compiled("scan", FEW, target).found
     assert {(one.kind, one.is_hidden) for one in found.in_loops()} == {("all-gather", True), ("reduce-scatter", True)}
     assert {loop.kind for one in found.in_loops() for loop in one.loops} == {"layers"}
     passes = {(one.kind, one.phase) for one in found.found if one.kind != "all-reduce"}
