@@ -47,8 +47,7 @@ class FSDP(Replicated):
     reduces the shards' gradients, even under ``no_sync``; the replicated ones are accumulated. Clip with
     ``clip_grad_norm_`` of the wrapper. All ranks must use the same units in the same order; the synchronisation
     compares. A parameter is full only within its own module's forward; elsewhere it is a shard (``parts.py``) for
-    ever: ``state_dict`` is refused, and ``gather_full_params`` gives the whole. ``torch.compile`` around it leaves it
-    uncompiled.
+    ever: ``state_dict`` is refused, and ``gather_full_params`` gives the whole. ``torch.compile`` does not compile it.
     """
 
     forward = torch._disable_dynamo(Replicated.forward)
@@ -74,7 +73,7 @@ class FSDP(Replicated):
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, or as ``BucketedDDP``.
+                or changes its weights itself, a module is compiled, or as ``BucketedDDP``.
         """
         check_module(module)
         self._bucket_mb, self.compute_dtype = bucket_mb, compute_dtype
@@ -122,8 +121,7 @@ class FSDP(Replicated):
     def drop_reductions(self) -> None:
         """Drops what is in flight or has arrived, and what was gathered for the backward."""
         self._sums.forget()
-        for unit in self._units:
-            unit.drop()
+        self.end_microbatch()
         super().drop_reductions()
 
     def end_microbatch(self) -> None:
@@ -195,6 +193,8 @@ def _direct(module: nn.Module) -> dict[str, nn.Parameter]:
 def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
     """The modules to shard."""
     direct = {one: _direct(one) for one in module.modules()}
+    if any(one._compiled_call_impl or "_orig_mod" in one._modules for one in direct):
+        raise ValueError("module must not be compiled: wrap it first; torch.compile around FSDP leaves it uncompiled")
     # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
     units = {
         one
