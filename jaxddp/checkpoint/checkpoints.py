@@ -94,10 +94,12 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
-                damaged, or written by another version; or if a process cannot read what process 0 reads.
+                damaged, or written by another version; if a process cannot read what process 0 reads; or if the mesh
+                is a target's.
             OSError: If it cannot be read.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
+        trainer._check_devices("restore", "abstract_state")
         about = self._agree(step)
         self._check_fits(about, {"params": params})  # first, so that the trainer never sees another model
         state = trainer.abstract_state(params, model_state)

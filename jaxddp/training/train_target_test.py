@@ -60,12 +60,13 @@ def test_an_abstract_state_is_that_of_init():
     assert "must hold at least one array" in refusal(trainer.abstract_state, {})
 
 
-def test_what_needs_devices_is_refused():
+def test_what_needs_devices_is_refused(tmp_path):
     trainer, params = make(targets.mesh("h100:2x8"))
     state, batch = trainer.abstract_state(params), batch_of(16)
     assert "init needs devices, and 'h100:2x8' is not here" in refusal(trainer.init, params)
     for method in (trainer.step, trainer.evaluate):
         assert f"{method.__name__} needs devices, and 'h100:2x8' is not here" in refusal(method, state, batch)
+    assert "restore needs devices" in refusal(jaxddp.Checkpoints(tmp_path).restore, trainer, params)
     assert "batch (=15 examples)" in refusal(trainer.compile, state, batch_of(15))
 
 
