@@ -5,6 +5,8 @@ import numpy as np
 import optax
 import pytest
 
+import jaxddp
+
 
 def assert_near(found, expected, atol=1e-12):
     """By default as near as sums of float64 in another order are."""
@@ -32,6 +34,19 @@ def trained(trainer, state, batches):
     for batch in batches:
         state, metrics = trainer.step(state, batch)
     return state, metrics
+
+
+def compiled_as_planned(trainer, state, batch):
+    """The collectives of the compiled step's gradients, which must be those that are planned."""
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
+    assert compiled == sorted(trainer.planned(state, batch))
+    return compiled
+
+
+def mostly_full(quick, cases):
+    """Cases for parametrize, of which all but the quick ones have the mark ``full``."""
+    marks = {True: (), False: pytest.mark.full}
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks[one in quick]) for one in cases]
 
 
 def refusal(call, *args, **named):

@@ -11,6 +11,7 @@ from flax import nnx
 import jaxddp
 from jaxddp.flax import from_linen, from_nnx
 
+pytestmark = pytest.mark.usefixtures("x64")
 WIDTH, NUM_RANKS = 6, 4
 
 
@@ -57,12 +58,6 @@ def of_linen(rate, loss=linen_loss):
 
 
 both = pytest.mark.parametrize("make", [of_nnx, of_linen])
-
-
-@pytest.fixture(autouse=True)
-def double():
-    with jax.enable_x64(True):
-        yield
 
 
 def batch():

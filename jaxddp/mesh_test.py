@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from jaxddp.conftest import free_port
 from jaxddp.mesh import data_mesh, simulate_devices
 from jaxddp.processes.start import start_process
 
@@ -35,12 +35,6 @@ print(json.dumps({
     "num_ranks": trainer.num_ranks, "planned": trainer.planned(state, {"x": x, "y": y}), "compiled": compiled,
 }))
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_workers(program, num_processes, *arguments, host="127.0.0.1"):

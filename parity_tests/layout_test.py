@@ -10,6 +10,7 @@ import pytest
 
 import jaxddp
 import torchref
+from jaxddp.conftest import run_python
 
 TWINS = (
     "plain",
@@ -105,7 +106,8 @@ if __name__ == "__main__":
 def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANK)
-    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(Path(jaxddp.__file__).parents[1])}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parent, rank, (of_commands,) = (line.split() for line in done.stdout.splitlines()[-3:])
     assert of_commands == "False"
@@ -124,9 +126,4 @@ for module in pkgutil.walk_packages(jaxddp.__path__, "jaxddp."):
         __import__(module.name)
 assert "torch" not in sys.modules and "torchref" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": str(Path(jaxddp.__file__).parents[1])}
+    run_python(code)

@@ -7,17 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxddp.conftest import free_port
+
 from . import roll_call
 from .job import Job
 from .roll_call import meet
 
 
 def make_job(process_id=0, num_processes=2, host="127.0.0.1", port=None, token="secret"):
-    if port is None:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-    return Job("address", num_processes, process_id, 1, 0, 2, host, port, token=token)
+    return Job("address", num_processes, process_id, 1, 0, 2, host, port or free_port(host), token=token)
 
 
 def join(job, alike=None, timeout_s=20.0):

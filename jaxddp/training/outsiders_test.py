@@ -1,9 +1,6 @@
 """What users outside of the project met: each by its smallest input, against JAX on one device."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
+from jaxddp.conftest import run_python
 
 SGD = optax.sgd(0.1)
 SHARDED = jaxddp.zero3(min_shard_elements=0)
@@ -54,12 +52,8 @@ for field in ("params", "opt_state", "key"):
 
 
 def test_a_part_of_a_donated_state_that_is_put_back_does_not_end_the_process():
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
-    run = subprocess.run(
-        [sys.executable, "-c", PUT_BACK], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    refused = [f"{field} True 1" for field in ("params", "opt_state", "key")]
-    assert (run.returncode, run.stdout.splitlines()) == (0, refused), run.stderr[-2000:]
+    found = run_python(PUT_BACK, JAX_COMPILATION_CACHE_DIR="").splitlines()
+    assert found == [f"{field} True 1" for field in ("params", "opt_state", "key")]
 
 
 def with_state(params, model_state, batch):
@@ -284,9 +278,7 @@ def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strate
 @pytest.mark.parametrize("strategy", [LEAVES, jaxddp.zero1(), SHARDED], ids=["leaves", "zero1", "zero3"])
 def test_what_an_optimizer_of_no_updates_leaves_out_is_not_planned(strategy):
     trainer = make(strategy, optimizer=optax.set_to_zero())
-    state = trainer.init(PARAMS)
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, BATCH))
-    assert sorted(trainer.planned(state, BATCH)) == sorted(compiled)
+    compiled_as_planned(trainer, trainer.init(PARAMS), BATCH)
 
 
 # Units
@@ -308,8 +300,7 @@ def test_a_checkpointed_unit_used_several_times_in_a_row(uses, ends):
     state, _ = trainer.step(trainer.init(params), BATCH)
     half = on_one_device(lambda params, x: loss_fn(params, x) / 2, params, [BATCH], SGD)  # the sum is of 2 ranks' means
     assert_close(trainer.params(state), half)
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, BATCH))
-    assert sorted(trainer.planned(state, BATCH)) == sorted(compiled)
+    compiled_as_planned(trainer, state, BATCH)
 
 
 def test_a_callback_in_a_unit_computes_what_it_does_elsewhere():
