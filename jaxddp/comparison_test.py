@@ -46,7 +46,7 @@ def compiled_as_planned(trainer, state, batch):
 def mostly_full(quick, cases):
     """Cases for parametrize, of which all but the quick ones have the mark ``full``."""
     marks = {True: (), False: pytest.mark.full}
-    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=marks[one in quick]) for one in cases]
+    return [pytest.param(*(one if type(one) is tuple else (one,)), marks=marks[one in quick]) for one in cases]
 
 
 def refusal(call, *args, **named):

@@ -31,17 +31,6 @@ def test_cross_entropy_equals_numpy_and_is_stable():
             assert abs(float(got) - expected) < (1e-11 if shift else 1e-14)
 
 
-def test_cross_entropy_gradient_is_softmax_minus_one_hot():
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        logits, targets = rng.normal(size=(5, 7)), rng.integers(7, size=5)
-        softmax = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-        expected = (softmax - np.eye(7)[targets]) / 5
-        got = jax.grad(cross_entropy)(jnp.asarray(logits), jnp.asarray(targets))
-        # A handful of float64 roundings of values below 1.
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize("name", ["toy_unused", "tiny"])
 def test_build_gives_plain_arrays_and_a_loss_with_a_gradient(name):
     loss, params = build(name)
@@ -60,11 +49,6 @@ def test_the_functional_transformer_is_the_module():
     batch = tokens_batch()
     expected = jax.jit(lambda params, batch: loss_fn(nnx.merge(graph, params), batch))(state, batch)
     assert float(jax.jit(loss)(params, batch)) == float(expected)
-
-
-def test_mean_squared_error_is_over_every_element():
-    batch = {"x": jnp.zeros((2, 3)), "y": jnp.asarray([[1.0, 2.0, 3.0], [0.0, 0.0, 2.0]])}
-    assert float(loss_fn(lambda x: x, batch)) == 3.0
 
 
 def test_seed_decides_the_parameters():
