@@ -144,16 +144,6 @@ def test_each_call_of_a_linen_module_draws_a_mask_of_its_own():
     assert metrics["loss"] > 1e-3
 
 
-def test_a_trained_model_is_written_back():
-    model = NnxNet(0.0)
-    loss_fn, params, model_state = of_nnx(0.0)
-    trainer = trainer_of(loss_fn, jaxddp.zero2(), NUM_RANKS)
-    state, _ = trainer.step(trainer.init(params, model_state=model_state), batch())
-    nnx.update(model, trainer.params(state), trainer.model_state(state))
-    np.testing.assert_array_equal(model.last.kernel[...], trainer.params(state)["last"]["kernel"][...])
-    np.testing.assert_array_equal(model.norm.mean[...], trainer.model_state(state)["norm"]["mean"][...])
-
-
 def test_a_forgotten_has_state_is_named():
     loss_fn, params, _ = from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch)))
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), jaxddp.bucketed(), jaxddp.data_mesh(2))

@@ -97,12 +97,6 @@ def test_options_of_the_trainer():
     assert all(one.difference <= 1e-12 and not one.refused for one in results)
     for one in results:
         assert np.all(one.params["up.bias"] == 0) and np.all(one.params["up.kernel"] != PARAMS["up"]["kernel"])
-    unclipped = check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
-    whole, on_two = check(
-        loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[1, 2], max_grad_norm=0.1
-    )
-    assert (whole.num_ranks, on_two.num_ranks) == (1, 2)
-    assert np.any(whole.params["up.kernel"] != unclipped[0].params["up.kernel"])
 
 
 def test_torch_is_clipped_and_frozen_alike_and_an_unused_parameter_decays():

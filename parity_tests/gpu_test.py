@@ -90,12 +90,6 @@ def test_what_gpus_run_compiles_for_them_as_planned(strategy, num_ranks):
         assert bool(trainer.planned(state, batch)) == (num_ranks > 1)
 
 
-@pytest.mark.parametrize(("found", "used"), [(0, 1), (1, 1), (2, 2), (5, 4), (8, 8), (16, 8)])
-def test_as_many_gpus_are_used_as_share_the_batch(found, used, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-    assert num_gpus() == used
-
-
 @pytest.fixture(scope="module")
 def jax_process():
     """Starts JAX on the GPUs once."""

@@ -111,11 +111,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     assert done.returncode == 0, done.stderr
     parent, rank, (of_commands,) = (line.split() for line in done.stdout.splitlines()[-3:])
     assert of_commands == "False"
-    ours = ("arguments", "checkpoint", "checkpoint.folder", "communication", "communication.buckets",
-            "communication.owners", "discovery", "processes", "processes.job", "processes.replicas",
-            "processes.roll_call", "processes.stderr", "processes.torchrun", "processes.watchdog")  # fmt: skip
-    assert set(parent) == set(rank)
-    assert sorted(rank) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]
+    assert set(parent) == set(rank) and {name.partition(".")[0] for name in rank} == {"jaxddp"}  # see arrows_test
 
 
 def test_jaxddp_imports_no_torch():

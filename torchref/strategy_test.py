@@ -132,10 +132,7 @@ def bad_input():
     for call, message in (
         (lambda: torchref.make_strategy("zero9", mlp()), "unknown strategy 'zero9': one of naive, flat, overlapped"),
         (lambda: torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None), r"bucket_mb \(=1\) and bucket_size_mb \(=None\)"),
-        (
-            lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25),
-            "BucketedDDP has no option bucket_cap_mb; caps",
-        ),
+        (lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25), "BucketedDDP has no option bucket_cap_mb; caps"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

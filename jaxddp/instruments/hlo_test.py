@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jaxddp.instruments.hlo import parse_module, parts_of
+from jaxddp.instruments.hlo import parse_module
 from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
 
 ADD = """%add (a: f32[], b: f32[]) -> f32[] {
@@ -58,27 +58,6 @@ def test_an_instruction_is_taken_apart():
     assert y.integers("dimensions") == (0, 2)
     assert y.attribute("replica_groups") == "mesh['data'=2,'model'=4] {'data'}"
     assert y.attribute("window_strides") == "" == y.op_name
-
-
-def test_asynchronous_wrappers():
-    module = parse_module(
-        handmade(
-            "%x = f32[8]{0} parameter(0)",
-            '%s = ((f32[8]{0}), f32[1]{0}, u32[]) async-start(%x), async_execution_thread="parallel", calls=%wrapped',
-            "%u = ((f32[8]{0}), f32[1]{0}, u32[]) async-update(%s)",
-            "ROOT %d = f32[1]{0} async-done(%u)",
-            others=ADD
-            + "%wrapped (p: f32[8]) -> f32[1] {\n"
-            + "  %p = f32[8]{0} parameter(0)\n"
-            + "  ROOT %r = f32[1]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add\n"
-            + '}, execution_thread="parallel"\n\n',
-        )
-    )
-    lines = module.computations["main"]
-    assert lines["s"].called == ("wrapped",)
-    assert [inner.name for inner, _ in module.within(lines["s"], lines)] == ["s", "p", "r", "a", "b", "sum"]
-    assert module.computations["wrapped"]["r"].attribute("replica_groups") == "[1,8]<=[8]"
-    assert parts_of(lines["s"].shape) == ("(f32[8]{0})", "f32[1]{0}", "u32[]")
 
 
 def test_what_calls_what():

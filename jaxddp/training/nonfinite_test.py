@@ -92,13 +92,13 @@ def with_state(nonfinite):
     """A trainer whose model state, and nothing else, is NaN as soon as the batch has a zero."""
 
     def loss_fn(params, state, batch):
-        new = {"scale": state["scale"] * batch[0, 0] / batch[0, 0], "least": jnp.minimum(state["least"], batch.min())}
-        return jnp.mean((batch @ params["w"]) ** 2), new
+        scale = state["scale"] * batch[0, 0] / batch[0, 0]
+        return jnp.mean((batch @ params["w"]) ** 2), state | {"scale": scale}
 
     trainer = jaxddp.Trainer(
         loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite=nonfinite
     )
-    state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "least": jnp.full((), jnp.inf)})
+    state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "mask": -jnp.full(2, jnp.inf)})
     return trainer, state
 
 

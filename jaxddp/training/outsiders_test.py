@@ -85,6 +85,15 @@ def test_a_state_of_another_trainer_is_refused_by_the_option_that_differs(name):
     assert named in refusal(second.step, state, BATCH)
 
 
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)
+def test_a_state_of_another_optimizer_or_other_parameters_is_refused_by_a_trainer_that_has_a_plan(strategy):
+    trainer, other = make(strategy, optimizer=ADAM), make(strategy)
+    trainer.step(trainer.init(PARAMS), BATCH)
+    for state in (other.init(PARAMS), trainer.init(PARAMS)._replace(params={"v": PARAMS["a"]})):
+        for method in (trainer.step, trainer.evaluate, trainer.plan, trainer.compile):
+            assert refusal(method, state, BATCH).startswith("state must be one that this trainer has made: ")
+
+
 def test_a_state_is_taken_by_a_trainer_that_differs_in_nothing_it_holds():
     state = make(jaxddp.naive(), max_grad_norm=1.0).init(PARAMS)
     second = make(jaxddp.bucketed(), compute_dtype=jnp.float32, nonfinite="skip")
@@ -345,18 +354,6 @@ def test_constant_gradients_count_once_under_replicas(strategy):
     trainer = make(strategy, loss_fn, mesh=jaxddp.data_mesh(4, replicas=2), num_microbatches=2)
     state, _ = trainer.step(trainer.init(PARAMS), BATCH)
     assert_close(trainer.params(state), on_one_device(loss_fn, PARAMS, [BATCH], SGD))
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_model_state_that_was_infinite_before_is_no_reason_to_stop(nonfinite):
-    def loss_fn(params, model_state, batch):
-        return jnp.mean(batch @ params["b"]), model_state
-
-    trainer = make(jaxddp.zero1(), loss_fn, has_state=True, nonfinite=nonfinite)
-    state = trainer.init(PARAMS, model_state={"mask": np.array([0, -np.inf], np.float32)})
-    state, _ = trainer.step(state, BATCH)
-    expected = on_one_device(lambda params, batch: jnp.mean(batch @ params["b"]), PARAMS, [BATCH], SGD)
-    assert_close(trainer.params(state), expected)
 
 
 def test_two_words_that_changed_places_on_one_rank_are_found():

@@ -119,23 +119,6 @@ def test_microbatches_and_ranks_change_nothing_but_the_order_of_sums(strategy, n
     assert int(ours.step) == 5
 
 
-def test_an_embedding_is_accumulated_right_over_microbatches():
-    """XLA has miscompiled the accumulation of scattered gradients in loops (openxla/xla#49143)."""
-
-    def loss_fn(params, batch):
-        return jnp.mean((params["embedding"][batch["token"]] @ params["w"] - batch["y"]) ** 2)
-
-    rng = np.random.default_rng(0)
-    params = {"embedding": rng.normal(size=(7, 4)).astype(np.float32), "w": rng.normal(size=(4, 1)).astype(np.float32)}
-    batch = {"token": rng.integers(0, 7, 24), "y": rng.normal(size=(24, 1)).astype(np.float32)}
-    results = []
-    for num_ranks, num_microbatches in ((1, 1), (2, 6)):
-        trainer = make(loss_fn, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        state, _ = trainer.step(trainer.init(params), batch)
-        results.append(trainer.params(state))
-    assert_near(*results, atol=1e-6)  # one SGD step of gradients of order 1: the order of sums
-
-
 def test_a_callers_arrays_stay_valid():
     trainer = make()
     for params in (linear_params(), jax.tree.map(np.array, linear_params())):
