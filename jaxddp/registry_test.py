@@ -1,4 +1,4 @@
-"""A strategy is one file: where it lies in the folder, everything finds it."""
+"""A strategy is one file, a function in jaxddp and a class in torchref: in the folder, everything finds it."""
 
 import pytest
 

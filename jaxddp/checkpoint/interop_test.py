@@ -8,26 +8,12 @@ from flax import nnx
 
 from jaxddp.checkpoint.interop import from_numpy, to_numpy
 from jaxddp.comparison_test import refusal
-from jaxddp.models import build
-
-
-def same(first, second):
-    """Whether two trees have equal structures, dtypes and values; tree.map itself refuses unequal structures."""
-    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool(jnp.array_equal(a, b)), first, second))
-
-
-@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny"])
-def test_models_come_back_bit_for_bit(name):
-    params = build(name)[1]
-    arrays = to_numpy(params)
-    assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays.values())
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    assert same(from_numpy(arrays, shapes), params)
 
 
 def test_nothing_is_shared_with_the_arrays_given_or_returned():
     params = {"own": jnp.zeros(64)}
     arrays = to_numpy(params)
+    assert arrays["own"].flags.c_contiguous
     arrays["own"][:] = 1.0
     assert not params["own"].any()
     # jax.device_put takes over NumPy's memory where it starts at a multiple of 64 bytes: the hardest case.

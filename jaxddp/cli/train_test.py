@@ -74,6 +74,7 @@ def test_program_in_a_pipe():
     assert (result.returncode, result.stderr) == (0, "")
     losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
     assert len(losses) == 6 and losses[0] > 5 and min(losses[1:]) < losses[0] - 1
+    assert re.findall(r"^step (\d)/6 .* validation ", result.stdout, re.M) == ["3", "6"]
     summary = dict(re.findall(r"^(\w+(?: time)?)  +(.*)$", result.stdout, re.M))
     size = 4 * SIZES["byte_shallow"].num_params / 2**20
     assert summary["collectives"] == f"planned 2 all-reduces, {size:.1f} MiB per step; compiled: the same"

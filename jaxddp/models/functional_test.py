@@ -14,11 +14,6 @@ def tokens_batch(seed=0, vocab=64, length=16):
     return {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets)}
 
 
-def toy_batch(name):
-    x, y = np.random.default_rng(0).normal(size=(2, 6, 10)).astype(np.float32)
-    return {"x": jnp.asarray(x), "y": jnp.asarray(y if name == "toy_tied" else y[:, :5])}
-
-
 def test_cross_entropy_equals_numpy_and_is_stable():
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -29,18 +24,6 @@ def test_cross_entropy_equals_numpy_and_is_stable():
             got = cross_entropy(jnp.asarray(logits + shift), jnp.asarray(targets))
             # Adding 1e4 rounds a float64 logit by 1e-12.
             assert abs(float(got) - expected) < (1e-11 if shift else 1e-14)
-
-
-@pytest.mark.parametrize("name", ["toy_unused", "tiny"])
-def test_build_gives_plain_arrays_and_a_loss_with_a_gradient(name):
-    loss, params = build(name)
-    assert {type(leaf).__name__ for leaf in jax.tree.leaves(params)} == {"ArrayImpl"}
-    assert jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Variable)) == jax.tree.leaves(params)
-    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens_batch() if name == "tiny" else toy_batch(name))
-    assert value.shape == () and 0.1 < float(value) < 10.0
-    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
-    zero = [jax.tree_util.keystr(path) for path, grad in jax.tree.leaves_with_path(grads) if not grad.any()]
-    assert zero == (["['unused']['kernel']"] if name == "toy_unused" else [])
 
 
 def test_the_functional_transformer_is_the_module():
@@ -61,25 +44,6 @@ def test_seed_decides_the_parameters():
 def test_abstract_is_build_without_values(name):
     params, shapes = build(name)[1], abstract(name)[1]
     assert jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params) == shapes
-
-
-def test_layer_marks_embedding_blocks_and_head():
-    units = []
-
-    def layer(unit):
-        def marked(params, *args):
-            units.append(sum(leaf.size for leaf in jax.tree.leaves(params)))
-            return unit(params, *args)
-
-        return marked
-
-    config = SIZES["tiny"]
-    loss, params = build("tiny", layer=layer)
-    batch = tokens_batch()
-    assert float(jax.jit(loss)(params, batch)) == float(jax.jit(build("tiny")[0])(params, batch))
-    edge, block = config.vocab * config.width, 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
-    assert units == [edge, *[block] * config.num_layers, edge + config.width]
-    assert sum(units) == config.num_params
 
 
 @pytest.mark.parametrize("make", [build, abstract])

@@ -117,16 +117,6 @@ def test_a_second_process_of_a_number_is_sent_away():
             assert first.result() is None
 
 
-def test_a_stranger_that_says_nothing_holds_nobody():
-    job = make_job()
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(join, job, None, 3.0)
-        call(job, b"GET ")
-        with socket.create_connection((job.host, job.port), timeout=10) as stranger:
-            stranger.sendall(b"\0")
-            assert first.result().startswith("process 1 of 2 must join")
-
-
 def test_a_stranger_that_never_ends_its_message_is_sent_away_in_time(monkeypatch, capfd):
     monkeypatch.setattr(roll_call, "_HELLO_S", 0.5)
     job = make_job()

@@ -272,18 +272,11 @@ def test_state_leaves_are_cut_like_the_parameter_that_they_mirror():
     )
     state = check(optimizer)
     assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(optimizer.init, PARAMS))
-    assert {
-        name: (leaf.cut is not None, leaf.shape, str(leaf.dtype)) for name, leaf in named_leaves(state).items()
-    } == {
-        "0.inner_state.trace.layers.0.kernel": (True, (3, 4), "bfloat16"),
-        "0.inner_state.trace.layers.1.kernel": (True, (3, 4), "bfloat16"),
-        "0.inner_state.trace.scale": (True, (), "bfloat16"),
-        "1.count": (False, (), "int32"),
-        "1.hyperparams.step_size": (False, (), "float32"),
-        "1.hyperparams_states.step_size.count": (False, (), "int32"),
-        "2.history": (False, (3,), "float32"),
-        "2.key": (False, (), "key<fry>"),
-    }
+    found = named_leaves(state)
+    trace = "0.inner_state.trace."
+    cut_ones = {f"{trace}layers.0.kernel": (3, 4), f"{trace}layers.1.kernel": (3, 4), f"{trace}scale": ()}
+    assert {name: leaf.shape for name, leaf in found.items() if leaf.cut is not None} == cut_ones
+    assert {str(found[name].dtype) for name in cut_ones} == {"bfloat16"} and len(found) == len(cut_ones) + 5
 
 
 @pytest.mark.parametrize("name", [None, "count"])

@@ -159,6 +159,10 @@ def a_unit_without_gradients(params, batch):
 
 
 # A unit is gathered in the forward and in the backward; a loop's last one keeps its parameters.
+AS_PLANNED = (
+    gradient_inside, one_gradient_is_constant, all_gradients_are_constant, one_unit_thrice_and_another,
+    a_unit_that_is_unused, a_unit_with_a_part_unused, a_unit_without_gradients,
+)  # fmt: skip
 UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
     loop: UNROLLED,
@@ -173,17 +177,7 @@ GATHERS = {
     one_unit_twice: UNROLLED,
     vmapped_over_examples: UNROLLED,
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
-    **dict.fromkeys(
-        (
-            gradient_inside,
-            one_gradient_is_constant,
-            all_gradients_are_constant,
-            one_unit_thrice_and_another,
-            a_unit_that_is_unused,
-            a_unit_with_a_part_unused,
-            a_unit_without_gradients,
-        )
-    ),
+    **dict.fromkeys(AS_PLANNED),
     gradient_inside_of_a_unit: UNROLLED,
     used_outside_and_closed_over: 1 + 1,
     keys: UNROLLED,
