@@ -25,7 +25,6 @@ FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for
 
 
 def modules_of(package):
-    """Module names to paths."""
     found = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         if not path.name.endswith("_test.py") and path.name != "conftest.py" and "testdata" not in path.parts:
@@ -64,8 +63,6 @@ def graph_of(package):
 
 
 def wrong_way(graph):
-    """Imports from a lower floor to a higher one."""
-
     def floor(module):
         return FLOOR[module.split(".")[1]]
 

@@ -14,7 +14,6 @@ def assert_near(found, expected, atol=1e-12):
 
 
 def on_one_device(loss_fn, params, batches, optimizer):
-    """Parameters after a step on each batch."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit

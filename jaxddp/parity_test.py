@@ -179,7 +179,6 @@ def test_a_comparison_in_which_nothing_moves_is_none():
 
 
 def parted(strategy, loss_fn=loss_fn, **options):
-    """The only result, which parts."""
     with pytest.raises(ParityError) as caught:
         check(loss_fn, optax.adam(0.1), PARAMS, BATCHES, strategies=strategy, num_ranks=[2], **options)
     (result,) = caught.value.results

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.smoke
 
 
 def declared():
-    """The imports that type checkers see: name to module."""
     tree = ast.parse(Path(jaxddp.__file__).read_text())
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"

@@ -13,7 +13,6 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def mapped(step, *, check_vma=False):
-    """A step on each rank: of a state that all have, and their examples."""
     return lambda mesh: jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
     )
@@ -100,8 +99,6 @@ def test_a_fault_is_named_with_its_cause(state, batch, step, leaf, cause):
 
 
 def normalized_step(is_global, is_synced):
-    """A step of a model with running statistics."""
-
     def step(state, batch):
         def loss(params):
             seen = jnp.mean(batch["x"], 0)
@@ -122,7 +119,6 @@ def test_statistics_of_a_ranks_own_examples(state, batch):
 
 
 def dropped_out(state, batch, key):
-    """The gradients where half of the input is not seen."""
     keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
     return jax.grad(loss_fn)(state["params"], batch | {"x": batch["x"] * keep})
 

@@ -134,7 +134,6 @@ def linear_loss(w, x):
 
 
 def in_two_parts(buffer, axis):
-    """A reduce-scatter and an all-gather instead of an all-reduce."""
     flat = buffer.reshape(-1)
     padded = jnp.pad(flat, (0, -flat.size % NUM_RANKS))
     part = jax.lax.psum_scatter(padded, axis, tiled=True)

@@ -87,8 +87,6 @@ for step in steps():
 
 
 class Job:
-    """Processes of a program, each with its output in a file, and on a host of its own if there are any."""
-
     def __init__(self, folder, program, checkpoints=None, hosts=()):
         folder.mkdir()
         (folder / "script.py").write_text(program)

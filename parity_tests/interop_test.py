@@ -36,8 +36,6 @@ class FlaxNet(nnx.Module):
 
 
 class TorchNet(nn.Module):
-    """The same with channels first."""
-
     def __init__(self):
         super().__init__()
         self.volume = nn.Conv3d(2, 4, (2, 3, 3))

@@ -44,7 +44,6 @@ MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
 
 
 def block(launcher, address="127.0.0.1"):
-    """The launcher's commands, with an address of this machine."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     (found,) = re.findall(rf"^```sh\n({re.escape(LAUNCHERS[launcher])}.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return found.replace("10.0.0.1", address).replace("29500", str(free_port()))
@@ -110,7 +109,6 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def launcher(request):
-    """A launcher and the variables that it needs."""
     if request.param == "SLURM":
         return request.param, request.getfixturevalue("slurm")
     if request.param == "Open MPI" and not shutil.which("mpirun"):

@@ -37,7 +37,6 @@ ONLY_IN_ONE = {
 
 
 def public_names(package, file):
-    """Functions and classes that a file defines, in order."""
     tree = ast.parse((Path(package.__file__).parent / f"{file}.py").read_text())
     defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     return list(dict.fromkeys(name for name in defined if not name.startswith("_")))  # overloads define a name twice

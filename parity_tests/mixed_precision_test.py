@@ -69,7 +69,6 @@ def train_in_jax(name, optimizer, options, **precision):
 
 
 def train_on_rank(name, optimizer, weights):
-    """The same of a rank of torchref."""
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
     module, wrap = from_numpy(weights, Net()), torchref.STRATEGIES[name]
     if name == "zero3":

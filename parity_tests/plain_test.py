@@ -36,7 +36,6 @@ def initial_params():
 
 
 def start(name, tx, num_ranks, **options):
-    """The initial state and the step of a plain strategy on the toy."""
     loss_fn, _ = build("toy", layer=plain.layer)
     return getattr(plain, name)(loss_fn, tx, initial_params(), jaxddp.data_mesh(num_ranks), **options)
 
@@ -47,7 +46,6 @@ PRODUCT = itertools.product(STRATEGIES, (1, 2, 4), ("sgd", "adamw"))
 
 @pytest.mark.parametrize("name, num_ranks, optimizer", mostly_full(QUICK, PRODUCT))
 def test_the_plain_ones_end_where_one_device_does(name, num_ranks, optimizer, ranks):
-    """As the packages' own strategies do: parity_test."""
     options = STRATEGIES[name]
     with jax.enable_x64(True):
         weights = to_numpy(initial_params())

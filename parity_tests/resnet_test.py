@@ -138,7 +138,6 @@ def make_net(weights):
 
 
 def train_on_rank(name, options, optimizer, weights):
-    """The same of a rank of torchref."""
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
     module, wrap = make_net(weights), torchref.STRATEGIES[name]
     if wrap.owns_optimizer:

@@ -25,8 +25,6 @@ class Counts(nn.Module):
 
 
 class Grows(nn.Module):
-    """A table that grows with the inputs."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.zeros(2))

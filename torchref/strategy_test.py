@@ -25,8 +25,6 @@ def mlp(seed=0):
 
 
 class Branches(nn.Module):
-    """Two branches, of which a forward uses one."""
-
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)

@@ -176,7 +176,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, pa
 
 
 def damage(checkpoint, rng):
-    """Changes something in a checkpoint as disks, people and other programs do."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     path = rng.choice(files)
     data, kind = path.read_bytes(), rng.choice([*range(9), *range(10, 14)])

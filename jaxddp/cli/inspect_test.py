@@ -19,7 +19,6 @@ TINY, NUM_BYTES = "--model tiny --batch-per-device 4", 28_992  # of its paramete
 
 
 def as_json(capsys, *arguments):
-    """What the command prints of these arguments."""
     assert main(["inspect", "--json", *" ".join(map(str, arguments)).split()]) == 0
     output = capsys.readouterr()
     assert output.err == ""
@@ -51,7 +50,6 @@ def test_json_is_one_object_with_every_key_and_a_picture_is_written(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch, capsys):
-    """What ``inspect_steps`` is given for some options."""
     monkeypatch.setattr("jaxddp.instruments.inspect.inspect_steps", lambda *args, **options: args)
     monkeypatch.setattr("jaxddp.cli.inspect_console.as_json", lambda args: seen.append(args))
     seen = []
@@ -64,7 +62,6 @@ def asked(monkeypatch, capsys):
 
 
 def test_bfloat16_is_of_copies_that_the_loss_takes(asked):
-    """``test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters`` compiles such a step."""
     half, whole = (asked("--dtype", dtype)[1] for dtype in ("bf16", "f32"))
     assert (half.options, whole.options) == ({"compute_dtype": "bfloat16"}, {})
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}

@@ -26,7 +26,6 @@ STEPS = r"checkpoints in .*: steps (.*)$"
 
 @pytest.fixture
 def small(monkeypatch):
-    """Makes options of a run that takes little more than compiling."""
     monkeypatch.setitem(SIZES, "small_bytes", SMALL)
     values = {"model": "small_bytes", "devices": 2, "batch_size": 8, "optimizer": "sgd", "checkpoint_every": 0}
     return lambda **changes: TrainOptions(**{**values, **changes})
@@ -104,7 +103,6 @@ def trainer_of_one(optimizer):
 
 
 def saved_state(folder, step, optimizer=None):
-    """The leaves of a checkpoint, whoever saved it."""
     trainer, params = trainer_of_one(optimizer or optax.sgd(0.1))
     with jaxddp.Checkpoints(folder) as checkpoints:
         state, _ = checkpoints.restore(trainer, params, step=step)

@@ -116,7 +116,6 @@ def signalled_at_its_first_step(arguments, number):
 
 
 def restored(folder, strategy, num_ranks):
-    """Step, position and parameters of the newest checkpoint."""
     loss_fn, params = build("byte_shallow")
     optimizer = optax.adamw(1e-3, weight_decay=0.01)
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num_ranks))

@@ -28,7 +28,6 @@ SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([7, 13]), max_size=4).map(
 
 
 def tensors_of(dtypes=DTYPES, shapes=SHAPES, max_size=12):
-    """Lists of TensorSpec with names of their own."""
     kinds = st.lists(st.tuples(shapes, st.sampled_from(dtypes)), max_size=max_size)
     return kinds.map(lambda found: [TensorSpec(f"t{index}", *kind) for index, kind in enumerate(found)])
 
@@ -38,7 +37,6 @@ CAPS = st.none() | st.just("default") | BYTES | st.lists(BYTES, min_size=1, max_
 
 
 def values_of(tensors):
-    """Small whole numbers, no two tensors alike."""
     found = {}
     for index, tensor in enumerate(tensors):
         found[tensor.name] = (np.arange(tensor.num_elements) % 7 + index % 5).reshape(tensor.shape)
@@ -53,7 +51,6 @@ def assert_same(found, expected):
 
 
 def numpy_for(*modules):
-    """Lets modules compute with NumPy."""
     names = ("concatenate", "pad", "split", "where", "arange")
     numpy = types.SimpleNamespace(**{name: getattr(np, name) for name in names}, issubdtype=jnp.issubdtype)
     patches = ExitStack()

@@ -46,7 +46,6 @@ def test_a_step_by_hand():
 
 
 def random_program(rng, depth=0):
-    """Operations with whole seconds, some of which take none."""
     operations, open_starts = [], []
     for i in range(rng.randint(1, 8)):
         name, choice = f"{depth}.{i}", rng.random()

@@ -47,8 +47,6 @@ def trainer_and_inputs(spec, model, strategy, batch_per_device=BATCH_PER_DEVICE,
 
 @pytest.fixture(scope="module")
 def steps():
-    """Steps, each compiled when the first test asks for it."""
-
     @functools.cache
     def compiled(spec, name, model=TINY, num_microbatches=1):
         options = {"bucket_mb": BUCKET_MB[model]} if name == "bucketed" else {}

@@ -23,8 +23,6 @@ OTHERS = ("a100:4", "h200:8", "b200:8")
 
 
 def start(spec, function=None, args=None, **options):
-    """Starts to compile a step with state of its own, a typed key among it."""
-
     def step(state, x):
         def loss(w):
             return jnp.mean(jnp.tanh(x @ w + jax.random.normal(state["key"], (64,))) ** 2)

@@ -194,7 +194,6 @@ def test_the_best_number_of_equal_buckets():
 
 
 def specs_of(tensors):
-    """A model's gradients in reversed forward order."""
     return [TensorSpec(name, shape, "float32") for name, shape in reversed(tensors)]
 
 

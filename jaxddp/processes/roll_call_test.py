@@ -64,7 +64,6 @@ def framed(said):
 
 
 def call(job, said, until_it_listens=10.0):
-    """Connects to process 0, says something, and gives the answer."""
     deadline = time.monotonic() + until_it_listens
     while True:
         try:

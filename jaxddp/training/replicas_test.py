@@ -30,7 +30,6 @@ def train(strategy):
 
 
 def flip(leaf, rank, bit, element=0):
-    """Flips one bit of one element on one rank."""
     shards = [np.array(shard.data) for shard in leaf.addressable_shards]
     shards[rank].reshape(-1).view(np.uint32)[element] ^= np.uint32(1) << bit
     arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, leaf.addressable_shards, strict=True)]

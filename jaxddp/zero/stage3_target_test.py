@@ -77,8 +77,6 @@ def make_params(kind, num_layers):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A kind of model with some layers, compiled when the first test asks for it."""
-
     @functools.cache
     def of(kind, num_layers):
         tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)

@@ -44,8 +44,6 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def steps():
-    """Of a name: what was planned, and the schedule of the program, compiled when the first test asks for it."""
-
     @functools.cache
     def compiled(name):
         strategy, spec, num = STEPS[name]

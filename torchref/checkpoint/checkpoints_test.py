@@ -131,7 +131,6 @@ def error_of_trainer(folder, kind):
 
 
 def keep_bfloat16(folder):
-    """Weights bit for bit, and a moment of float32."""
     ours, other, theirs = (
         trainer_of(name, seed=seed, model=lambda: Model().bfloat16())
         for seed, name in enumerate(("bucketed", "zero2", "bucketed"))

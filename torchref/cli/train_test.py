@@ -44,7 +44,6 @@ BAD_INPUT = {
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The environment of a job of one process."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     yield

@@ -11,7 +11,6 @@ from torchref.communication import buffers, sharding
 
 
 def values_of(tensors):
-    """Small whole numbers, no two tensors alike."""
     return {
         tensor.name: (torch.arange(tensor.num_elements) % 7 + index % 5)
         .reshape(tensor.shape)
@@ -28,7 +27,6 @@ def assert_same(found, values):
 
 
 def transposed(values, are_transposed):
-    """The same values, some of them in tensors that are not contiguous."""
     return {
         name: tensor.transpose(0, -1).contiguous().transpose(0, -1) if is_transposed and tensor.dim() > 1 else tensor
         for (name, tensor), is_transposed in zip(values.items(), are_transposed, strict=False)

@@ -27,8 +27,6 @@ class Tied(nn.Module):
 
 
 class Functional(nn.Module):
-    """Reads the weight of another module."""
-
     def __init__(self, other):
         super().__init__()
         self.weight = other.weight
