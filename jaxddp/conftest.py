@@ -23,6 +23,7 @@ _GIVEN = {name: os.environ.get(name) for name in _PINNED}
 os.environ.update(_PINNED)  # before JAX is imported
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxddp.mesh import simulate_devices  # noqa: E402
@@ -84,6 +85,15 @@ def x64():
     """For files and tests that compute in float64, where only the order of sums differs."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Loss, parameters and a batch of the tiny transformer: 24 sequences of 16 tokens."""
+    from jaxddp.models import build
+
+    tokens = np.random.default_rng(0).integers(0, 64, (24, 17), dtype=np.int32)
+    return *build("tiny"), {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 # What a run of tests leaves behind

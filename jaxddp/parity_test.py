@@ -11,6 +11,7 @@ from jax import lax
 import jaxddp
 from jaxddp.flax import from_nnx
 from jaxddp.parity import ParityError, check
+from jaxddp.training.replicas_test import on_rank
 
 torch = pytest.importorskip("torch")
 
@@ -221,8 +222,7 @@ def after_each_step(monkeypatch, change):
 
 def test_a_copy_that_is_wrong_on_the_second_rank_alone_is_found(monkeypatch):
     def add_one(leaf):
-        rows = [shard.data + (shard.device != jax.devices()[0]) for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, rows)
+        return on_rank(leaf, 1, lambda copy: copy + 1)
 
     after_each_step(monkeypatch, lambda state: state._replace(params=jax.tree.map(add_one, state.params)))
     result = parted("flat")

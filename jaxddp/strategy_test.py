@@ -13,7 +13,6 @@ import jaxddp
 from jaxddp.communication.planned import planned_collectives
 from jaxddp.comparison_test import assert_near, compiled_as_planned, mostly_full, refusal
 from jaxddp.instruments.schedule import read_schedule
-from jaxddp.models import build
 from jaxddp.strategy import without_communication
 
 NUM_RANKS = 4
@@ -31,13 +30,6 @@ def quick_for(*names):
     """The strategies, all but the named ones behind the mark ``full``."""
     chosen = [STRATEGIES[name] for name in names]
     return pytest.mark.parametrize("strategy", mostly_full(chosen, STRATEGIES.values()), ids=STRATEGIES)
-
-
-@pytest.fixture(scope="module")
-def model():
-    loss_fn, params = build("tiny")
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 17), dtype=np.int32)
-    return loss_fn, params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def assert_holds_what_was_planned(strategy, compiled, planned):

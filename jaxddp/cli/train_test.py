@@ -98,11 +98,10 @@ def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
     assert first.endswith("compiled: 1 all-reduce, 4.0 MiB per step, NOT AS PLANNED")
 
 
-def signalled_at_its_first_step(arguments, number):
+def signalled_at_its_first_step(arguments, number, framework="jaxddp"):
     """Status, output and errors of a run that gets a signal once its first step is shown."""
-    with subprocess.Popen(
-        [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", framework, "train", *arguments.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -150,11 +149,11 @@ def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, sta
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, num_processes, number):
+@pytest.mark.parametrize(("framework", "num_processes"), [("jaxddp", 1), ("jaxddp", 2), ("torchref", 2)])
+def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, framework, num_processes, number):
     arguments = f"--steps 100000 --batch-size 2 --model byte_shallow --checkpoint {tmp_path}/ck"
     arguments += f" --processes {num_processes}" if num_processes > 1 else " --devices 1"
-    status, output, error = signalled_at_its_first_step(arguments, number)
+    status, output, error = signalled_at_its_first_step(arguments, number, framework)
     output += error
     assert status == 128 + number
     steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)

@@ -161,22 +161,12 @@ def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
 
 def test_a_batch_is_one_all_reduce_and_what_is_kept(x64):
     one, state, _ = stateful(jaxddp.zero1())
-    kinds = {
-        ("mean",): [("all-reduce", 3 * 8)],  # two means and the number of examples
-        ("mean", "nested"): [("all-reduce", 4 * 8)],
-        ("mean", "count"): [("all-reduce", 3 * 8), ("all-reduce", 2 * 8)],
-        ("mean", "each"): [("all-reduce", 3 * 8), ("all-gather", 12 * 2 * 8)],
-    }
-    for names, expected in kinds.items():
-
-        def some(*args, names=names):
-            found = measure(*args)
-            return {name: found[name] for name in names}
-
-        program = one._model(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(some, True))
-        collectives = jaxddp.read_schedule(program).collectives()
-        assert sorted((each.kind, each.num_bytes) for each in collectives) == sorted(expected)
-        assert all(each.is_metrics for each in collectives)
+    program = one._model(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(measure, True))
+    collectives = jaxddp.read_schedule(program).collectives()
+    # Three means and sums with the number of examples, counts, and two values of each example.
+    expected = [("all-gather", 12 * 8), ("all-gather", 12 * 2 * 8), ("all-reduce", 2 * 8), ("all-reduce", 4 * 8)]
+    assert sorted((each.kind, each.num_bytes) for each in collectives) == expected
+    assert all(each.is_metrics for each in collectives)
 
 
 def mean_x(params, batch):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
 from jaxddp.conftest import run_python
+from jaxddp.training.replicas_test import on_rank
 
 SGD = optax.sgd(0.1)
 SHARDED = jaxddp.zero3(min_shard_elements=0)
@@ -359,10 +360,6 @@ def test_constant_gradients_count_once_under_replicas(strategy):
 def test_two_words_that_changed_places_on_one_rank_are_found():
     trainer = make(jaxddp.bucketed())
     state = trainer.init({"b": np.arange(4, dtype=np.float32)})
-    leaf = state.params["b"]
-    rows = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-    rows[1] = rows[1][[1, 0, 2, 3]]
-    arrays = [jax.device_put(row, shard.device) for row, shard in zip(rows, leaf.addressable_shards, strict=True)]
-    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+    changed = on_rank(state.params["b"], 1, lambda row: row[[1, 0, 2, 3]])
     with pytest.raises(jaxddp.ReplicaError, match="params.b"):
         jaxddp.check_replicas(trainer, state._replace(params={"b": changed}))

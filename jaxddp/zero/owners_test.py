@@ -130,15 +130,6 @@ def test_state_is_shared_out_evenly(make):
     assert set(leaves.owners.values()) == set(range(4))  # without any state, parameters are shared out
 
 
-def test_the_fullest_rank_is_what_is_said():
-    trainer = trainer_of(jaxddp.zero1(shard="leaves"), 4, optax.adam(1e-2))
-    params, _ = inputs()
-    del params["empty"]  # of one element with jax 0.11
-    layout = trainer.layout(trainer.abstract_state(params))
-    assert layout.owners.state_bytes == [16 * 64, 16 * 48, 16 * 24, 16 * 8]
-    assert held_bytes(layout).optimizer_state == 16 * 64 + 4  # and the count
-
-
 COUPLED = {
     "clipping": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "depends on 'a.kernel'"),
     "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), "depends on 'a.kernel'"),

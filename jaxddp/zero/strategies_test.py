@@ -11,7 +11,6 @@ import pytest
 import jaxddp
 from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
 from jaxddp.instruments.schedule import read_schedule
-from jaxddp.models import build
 from jaxddp.tree import named_leaves
 
 NUM_RANKS = 4
@@ -21,13 +20,6 @@ ZERO = {
     "zero2": jaxddp.zero2(SMALL_MB),
     "zero3": jaxddp.zero3(min_shard_elements=100),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    loss_fn, params = build("tiny")
-    tokens = np.random.default_rng(0).integers(0, 64, (24, 17), dtype=np.int32)
-    return loss_fn, params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def trainer_of(loss_fn, strategy, **options):
