@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jaxddp
+from jaxddp.comparison_test import refusal
 from jaxddp.flax import from_nnx
 from jaxddp.parity import ParityError, check
 from jaxddp.training.replicas_test import on_rank
@@ -157,23 +158,19 @@ def test_refusals_are_recorded_or_raised():
     refused = {one.strategy: one.refused for one in results if one.refused}
     assert list(refused) == ["zero1", "zero2", "zero3"] and all("element" in why for why in refused.values())
     assert all(one.difference is None for one in results if one.refused)
-    with pytest.raises(ValueError, match="element"):
-        check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
+    assert "element" in refusal(check, loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
     assert repr(results[4]).startswith("<zero1 on 2: refused, ") and len(repr(results[0])) < 40
     odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
     for batches, options, value in [
-        (odd, {}, r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"),
-        (BATCHES, {"strategies": []}, "strategies"), (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"),
-        (BATCHES[:1], {}, r"^batches \(=1\)"),
+        (odd, {}, "batch (=6 examples) must be divisible by "), (BATCHES, {"strategies": []}, "strategies"),
+        (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"), (BATCHES[:1], {}, "batches (=1)"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=value):
-            check(loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
+        assert value in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
 
 
 def test_a_comparison_in_which_nothing_moves_is_none():
     for loss, rate in ((lambda params, batch: jnp.mean(batch["x"]), 0.1), (loss_fn, 0.0)):
-        with pytest.raises(ValueError, match="move"):
-            check(loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
+        assert "move" in refusal(check, loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
 
 
 # Mistakes that must be found, each put into what strategies call
@@ -252,5 +249,4 @@ def test_a_mistake_that_raises_is_not_a_refusal(monkeypatch):
         raise ValueError("cannot reshape")
 
     monkeypatch.setattr(jaxddp.Trainer, "init", fail)
-    with pytest.raises(ValueError, match="cannot reshape"):
-        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])
+    assert "cannot reshape" in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])

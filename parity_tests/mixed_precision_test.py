@@ -15,7 +15,7 @@ from torch import nn
 import jaxddp
 import torchref
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.comparison_test import mostly_full
+from jaxddp.comparison_test import mostly_full, trained
 from torchref.interop import from_numpy
 from torchref.train import local_rows
 
@@ -62,9 +62,7 @@ def train_in_jax(name, optimizer, options, **precision):
     trainer = jaxddp.Trainer(
         jax_loss, OPTIMIZERS[optimizer][0](), strategy, jaxddp.data_mesh(NUM_RANKS), num_microbatches=2, **precision
     )
-    state = trainer.init(initial())
-    for batch in batches():
-        state, _ = trainer.step(state, batch)
+    state, _ = trained(trainer, trainer.init(initial()), batches())
     return to_numpy(trainer.params(state))
 
 

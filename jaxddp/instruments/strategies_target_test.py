@@ -4,7 +4,6 @@ The plan is compared on a tiny model, which compiles in half the time; how much 
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.comparison_test import mostly_full
-from jaxddp.instruments.schedule import Overlap, Schedule, read_schedule
+from jaxddp.instruments.schedule import Overlap, read_schedule
 from jaxddp.instruments.simulate import lower_bound, simulate
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import Network
@@ -27,11 +26,6 @@ SPEEDS_GB_PER_S = (360, 50, 12)
 WAITING = ("naive", "flat")
 # Those that shard have tests of their own in zero/.
 REPLICATED = tuple(name for name in jaxddp.STRATEGIES if not name.startswith("zero"))
-
-
-class Step(NamedTuple):
-    planned: list[tuple[str, int]]
-    schedule: Schedule
 
 
 early_strategies = pytest.mark.parametrize("name", [name for name in REPLICATED if name not in WAITING])
@@ -52,13 +46,13 @@ def steps():
         options = {"bucket_mb": BUCKET_MB[model]} if name == "bucketed" else {}
         strategy = jaxddp.make_strategy(name, **options)
         trainer, *inputs = trainer_and_inputs(spec, model, strategy, num_microbatches=num_microbatches)
-        return Step(trainer.planned(*inputs), read_schedule(trainer.compile(*inputs)))
+        return trainer.planned(*inputs), read_schedule(trainer.compile(*inputs))
 
     return compiled
 
 
 def simulated(step, spec, gb_per_s, latency_us=15.0):
-    return simulate(step.schedule, targets.target(spec).chip, Network(gb_per_s, latency_us))
+    return simulate(step[1], targets.target(spec).chip, Network(gb_per_s, latency_us))
 
 
 @pytest.mark.parametrize("spec", [GPU, TPU])
@@ -87,7 +81,7 @@ def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name
 @pytest.mark.full
 @early_strategies
 def test_the_others_are_in_flight_during_the_backward_on_gpus(steps, name):
-    overlap = steps(GPU, name, LARGE).schedule.overlap()
+    overlap = steps(GPU, name, LARGE)[1].overlap()
     # The head's gradient comes first, after its own 18 % of the backward; the embedding's, 27 % of the bytes, last.
     assert overlap.first_start_fraction < 0.25
     assert overlap.bytes_in_flight > 0.7 * overlap.num_bytes
@@ -146,7 +140,7 @@ def test_collectives_need_not_wait_for_a_tpus_code():
 @pytest.mark.full
 def test_microbatches_are_sent_once_and_within_the_last_ones_backward(steps):
     planned, schedule = steps(GPU, "bucketed", LARGE, num_microbatches=3)
-    assert planned == steps(GPU, "bucketed", LARGE).planned
+    assert planned == steps(GPU, "bucketed", LARGE)[0]
     assert schedule.gradient_collectives() == sorted(planned)
     overlap = schedule.overlap()
     assert overlap.first_start_fraction > 2 / 3  # after those before it

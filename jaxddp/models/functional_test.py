@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxddp.comparison_test import refusal
 from jaxddp.models import SIZES, Transformer, abstract, build, cross_entropy, loss_fn
 
 TOYS = ["toy", "toy_tied", "toy_frozen", "toy_unused"]
@@ -50,13 +51,11 @@ def test_abstract_is_build_without_values(name):
 def test_an_unknown_model_is_refused_with_the_known_ones(make):
     toys = "toy, toy_tied, toy_frozen, toy_unused"
     names = f"{toys}, tiny, byte, byte_shallow, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
-    with pytest.raises(ValueError, match=f"^unknown model 'foo': one of {names}$"):
-        make("foo")
-    with pytest.raises(ValueError, match="^unknown model 3: one of toy, "):
-        make(3)
+    assert refusal(make, "foo") == f"unknown model 'foo': one of {names}"
+    assert refusal(make, 3).startswith("unknown model 3: one of toy, ")
 
 
 def test_the_functional_transformer_refuses_a_sequence_longer_than_the_context():
     loss, params = build("tiny")
-    with pytest.raises(ValueError, match=r"^sequence length \(=17\) must be at most context \(=16\)$"):
-        loss(params, tokens_batch(length=17))
+    found = refusal(loss, params, tokens_batch(length=17))
+    assert found == "sequence length (=17) must be at most context (=16)"
