@@ -85,9 +85,6 @@ def change_shapes(name):
         assert bool(said) == broadcasts
 
 
-# Tests
-
-
 @pytest.mark.parametrize("name", ["flat", "bucketed", "zero2", "zero3"])
 def test_buffers_are_those_of_rank_0(ranks, name):
     ranks.run(train_beside_theirs, name, num_ranks=2)

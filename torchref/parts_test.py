@@ -194,9 +194,6 @@ def gradients_of_gradients():
     net.finish_gradient_synchronization()
 
 
-# In the test process
-
-
 @pytest.mark.parametrize(
     "check",
     [

@@ -271,9 +271,6 @@ def change_after_wrapping(name):
         assert refused(one_pass, f"parameter '{parameter}", "after wrapping: wrap the module anew")
 
 
-# Tests
-
-
 @pytest.mark.parametrize("check", [drop_passes, finish, clear_the_module, passes_beside, clip, change_after_wrapping])
 @wrappers
 def test_it_is_right_or_refused(ranks, name, check):

@@ -138,9 +138,6 @@ def bad_input():
     assert plans[0] == plans[1] and len(plans[0].buckets) > 1
 
 
-# In the test process
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_strategy_keeps_its_promises(ranks, name, num_ranks):

@@ -89,9 +89,6 @@ def assert_same(found, expected):
         assert found[name].tobytes() == array.tobytes(), name
 
 
-# Training goes on
-
-
 def assert_restored_elsewhere(folder, trainer, params, batches):
     """Two of four steps on a mesh and two on another, either way round, are four steps."""
     flat = jaxddp.Trainer(trainer.loss_fn, trainer.optimizer, jaxddp.zero1(), jaxddp.data_mesh(4))
@@ -246,9 +243,6 @@ def test_a_model_state_that_a_checkpoint_lacks_or_has_otherwise_is_refused(tmp_p
         assert checkpoints.restore_params(params, model_state={})[1] == {}
         found = line_of(checkpoints.restore_params, params, model_state={"mean": np.zeros(())})
         assert "model_state.mean is missing there and float64 () here" in found
-
-
-# What does not fit
 
 
 @pytest.fixture

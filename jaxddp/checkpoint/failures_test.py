@@ -55,9 +55,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
 
 
-# Writing
-
-
 def test_the_last_ones_are_kept_and_only_what_this_program_wrote_is_removed(tmp_path, trainer):
     for name in ("1", "2", "3/state", "007", "notes", "x.partial"):
         (tmp_path / name).mkdir(parents=True)
@@ -152,9 +149,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())  # its best loss starts at infinity
     save(tmp_path, jaxddp.Trainer(loss_fn, plateau, jaxddp.bucketed(), jaxddp.data_mesh(2)), 3)
     assert names_in(tmp_path) == ["1", "3"]
-
-
-# Reading
 
 
 @pytest.mark.parametrize("part", ["about.json", "state.npz"])

@@ -76,9 +76,6 @@ def test_weights_are_read_from_a_file(small, tmp_path, text):
     assert losses[0] == train(small(steps=1, data=text))[0].loss != losses[1]
 
 
-# Checkpoints
-
-
 def bigram_loss(params, batch):
     logits = params["embedding"][batch["tokens"]] @ params["head"]
     return cross_entropy(logits, batch["targets"])
@@ -166,9 +163,6 @@ def test_a_complete_run_takes_no_more_steps(bigram, tmp_path):
     assert "seed (=1) must be 0" in refusal(train, run(steps=3, seed=1))  # it is another run that is complete
 
 
-# Numbers that are not finite
-
-
 @pytest.fixture
 def diverges(bigram, tmp_path):
     """A run from step 1 on, of which step 3 finds weights whose products overflow."""
@@ -229,9 +223,6 @@ def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, tmp_path, monke
     with pytest.raises(jaxddp.ReplicaError, match=r"^params\.head of .* after step 6:"):
         train(bigram(steps=9, checkpoint=str(tmp_path), checkpoint_every=3))
     assert names_in(tmp_path) == ["3"]
-
-
-# Disks and signals
 
 
 def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
-from jaxddp.communication.ring import ring_all_gather, ring_reduce_scatter
+from jaxddp.communication.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from jaxddp.comparison_test import refusal
 from jaxddp.mesh import data_mesh
 
@@ -90,13 +90,16 @@ def test_empty_arrays_come_back_empty(shape, how):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_input_is_every_ranks_own(check_vma):
     def all_of_them(x):
-        return all_reduce(x, "data"), reduce_scatter(x, "data"), all_gather(x, "data"), broadcast(x, "data")
+        library = all_reduce(x, "data"), reduce_scatter(x, "data"), all_gather(x, "data"), broadcast(x, "data")
+        return *library, ring_reduce_scatter(x, "data"), ring_all_gather(x, "data"), ring_all_reduce(x, "data")
 
     x = jnp.arange(4.0)
-    # The first and the last are known to be replicated, so P() must be accepted under check_vma.
-    specs = {"in_specs": P(), "out_specs": (P(), P("data"), P("data"), P())}
+    # The first and the fourth are known to be replicated, so P() must be accepted under check_vma.
+    specs = {"in_specs": P(), "out_specs": (P(), P("data"), P("data"), P(), *[P("data")] * 3)}
     run = jax.shard_map(all_of_them, mesh=data_mesh(4), check_vma=check_vma, **specs)
-    summed, scattered, gathered, same = jax.jit(run)(x)
+    summed, scattered, gathered, same, *of_ring = jax.jit(run)(x)
+    for found, right in zip(of_ring, (4 * x, jnp.tile(x, 16), jnp.tile(4 * x, 4)), strict=True):
+        assert_same(found, right)
     assert_same(summed, 4 * x)
     assert_same(scattered, 4 * x)
     assert_same(gathered, jnp.tile(x, 16))

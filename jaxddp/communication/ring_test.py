@@ -41,19 +41,6 @@ def test_dtypes_and_ways_to_map(x64, how, dtype):
     assert_same(on_ranks(ring_all_reduce, x[:, :7], how), on_ranks(all_reduce, x[:, :7], how))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_replicated_input_is_every_ranks_own(check_vma):
-    def all_of_them(x):
-        return ring_reduce_scatter(x, "data"), ring_all_gather(x, "data"), ring_all_reduce(x, "data")
-
-    x = jnp.arange(4.0)
-    run = jax.shard_map(all_of_them, mesh=data_mesh(4), in_specs=P(), out_specs=P("data"), check_vma=check_vma)
-    scattered, gathered, summed = jax.jit(run)(x)
-    assert_same(scattered, 4 * x)
-    assert_same(gathered, jnp.tile(x, 16))
-    assert_same(summed, jnp.tile(4 * x, 4))
-
-
 def compiled_text(fn, num_ranks, length):
     mapped = jax.shard_map(
         lambda x: fn(x[0], "data")[None], mesh=data_mesh(num_ranks), in_specs=P("data"), out_specs=P("data")

@@ -190,9 +190,6 @@ def test_products_of_two_precisions_and_a_convolution(name):
     assert counter.notes == []
 
 
-# Matrix products and convolutions.
-
-
 def test_matrix_products():
     # 3 batches x 4 x 6 results, each over 5: 2 * 3 * 24 * 5. Reads 60 + 90, writes 72.
     dot = (
@@ -270,8 +267,6 @@ def test_matrix_products_that_a_tpu_prints_as_convolutions():
     )
     assert matmul_flops(work(p("f32[96,1,16]", "f32[16,2,8]"), line)) == 2 * 96 * 16 * 2 * 8
 
-
-# Loops.
 
 LOOP = "%cond () -> pred[] {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
     "  %n = s32[] constant(11)\n  ROOT %r = pred[] compare(%i, %n), direction=LT\n}\n\n" \

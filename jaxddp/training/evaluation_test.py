@@ -104,9 +104,6 @@ def test_what_has_no_one_meaning_is_refused(aux, message):
     assert message in refusal(one.step, one.init(PARAMS), batch())
 
 
-# Measures
-
-
 def error_of(params, scale, batch):
     return (jnp.tanh(batch["x"] @ params["w"]) * scale - batch["y"]) ** 2
 

@@ -261,8 +261,6 @@ def test_eval_fn_takes_weighted_values_of_examples():
     np.testing.assert_allclose(found["loss"], BATCH[:5].sum(1) @ weight / weight.sum(), rtol=1e-6)  # in float32
 
 
-# Optimizers
-
 SCHEDULES = {"elements": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES, "whole": jaxddp.bucketed()}
 
 
@@ -328,21 +326,6 @@ def test_a_callback_in_a_unit_computes_what_it_does_elsewhere():
     state, _ = trainer.step(trainer.init(params), BATCH)
     assert_close(trainer.params(state), on_one_device(loss_fn, params, [BATCH], SGD))
 
-
-# Pieces
-
-
-def test_a_plan_of_other_shapes_is_refused():
-    def sync(x):
-        specs = {"w": jnp.ones(6), "v": jnp.ones(2)}
-        plan = jaxddp.plan_gradients(jaxddp.bucketed(), lambda scale: jax.tree.map(lambda w: scale * w, specs), x[0])
-        return jaxddp.sync_gradients({"w": x[:2], "v": x[2:]}, plan, "data")
-
-    mapped = jax.shard_map(sync, mesh=jaxddp.data_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False)
-    assert "[6]" in refusal(jax.jit(mapped), jnp.arange(16.0))
-
-
-# Mutants that the nearest tests let live
 
 REPLICATED = {"flat": jaxddp.flat(), "zero1": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES}
 

@@ -29,9 +29,6 @@ def make(loss_fn=linear_loss, strategy=None, num_ranks=4, optimizer=None, **opti
     )
 
 
-# How often it compiles
-
-
 def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
     trainer = make(optimizer=optax.adamw(1e-2))
     state = trainer.init(linear_params())
@@ -96,9 +93,6 @@ def test_a_trainer_tells_states_of_several_models_apart_by_their_shards():
         assert "parameter 'down' (=(1, 5))" in found and "another model of this trainer (=(5, 1))" in found
     trainer.step(states[5], batch)
     of_two_layers().abstract_state(transposed)
-
-
-# What it computes
 
 
 @pytest.mark.sample
@@ -228,9 +222,6 @@ def test_a_rank_where_nothing_counts_does_not_spoil_aux():
     trainer = make(loss_fn, has_aux=True)
     _, metrics = trainer.step(trainer.init(linear_params()), batch)
     assert metrics["aux"] == 1
-
-
-# Bad input
 
 
 def test_a_donated_state_is_refused():

@@ -102,11 +102,6 @@ def used_outside_and_closed_over(params, batch):
     return mean_square(unit(params["layers"][1], jnp.einsum("bi,ij->bj", batch["x"], kernel)), batch)
 
 
-def gradient_inside_of_a_unit(params, batch):
-    unit = jaxddp.layer(lambda one, x: x - jax.grad(lambda x: jnp.sum(dense.__wrapped__(one, x)))(x))
-    return mean_square(chain(params["layers"], batch["x"], unit), batch)
-
-
 def keys(params, batch, key):
     unit = jaxddp.layer(lambda one, x, key: dense(one, x) * jax.random.bernoulli(key, 1.0, x.shape))
     return mean_square(chain(params["layers"], batch["x"], lambda one, x: unit(one, x, key)), batch)
@@ -178,7 +173,6 @@ GATHERS = {
     vmapped_over_examples: UNROLLED,
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
     **dict.fromkeys(AS_PLANNED),
-    gradient_inside_of_a_unit: UNROLLED,
     used_outside_and_closed_over: 1 + 1,
     keys: UNROLLED,
     linen_modules: 1,

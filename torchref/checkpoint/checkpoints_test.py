@@ -147,8 +147,6 @@ def keep_bfloat16(folder):
     torch.testing.assert_close(kept, moment, rtol=0, atol=0)
 
 
-# Tests
-
 PAIRS = [
     ("bucketed", 2, "zero1", 3, torch.optim.AdamW), ("zero1", 2, "zero3", 1, torch.optim.NAdam),
     ("zero3", 3, "zero2", 2, torch.optim.SGD), ("zero2", 1, "naive", 2, torch.optim.AdamW),

@@ -191,9 +191,6 @@ def failing_forward():
     assert torch.equal(net(tokens(0)), expected)
 
 
-# In the test process
-
-
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_gradients_equal_those_of_one_process(ranks, reentrant):
     ranks.run(gradients_are_those_of_one_process, reentrant, num_ranks=2)

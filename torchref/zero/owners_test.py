@@ -124,9 +124,6 @@ def in_two_groups():
             torchref.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
 
 
-# In the test process
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
     ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks)

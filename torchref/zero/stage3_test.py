@@ -114,9 +114,6 @@ def bad_input():
         assert refused(lambda module=module, options=options: torchref.FSDP(module, **options), said)
 
 
-# In the test process
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_parameters_and_gradients_are_shards(ranks, num_ranks):
     for differences, _ in ranks.run(shards_and_gradients, None, num_ranks=num_ranks):

@@ -184,9 +184,6 @@ def check_all(name):
         bad_input_is_refused(name)
 
 
-# In the test process
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_training_equals_single_process_training(ranks, num_ranks):
