@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxddp
 
@@ -33,6 +34,11 @@ def trained(trainer, state, batches):
     for batch in batches:
         state, metrics = trainer.step(state, batch)
     return state, metrics
+
+
+def grid(*shape, names=("data", "model"), axis_type=AxisType.Auto):
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
 
 
 def compiled_as_planned(trainer, state, batch):

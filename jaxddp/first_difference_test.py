@@ -5,11 +5,11 @@ from collections import OrderedDict
 import flax.linen as linen
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from flax import nnx
 from torch import nn
 
+from jaxddp.comparison_test import refusal
 from jaxddp.parity import first_difference, mark
 
 WIDTH = 6
@@ -166,9 +166,8 @@ def test_names_are_mapped_and_missing_ones_are_said():
 
     module, params = linear_and("up")
     assert compare(loss_fn, params, module, names={"up": "a"}).first is None
-    with pytest.raises(ValueError, match="counterpart") as refused:
-        compare(loss_fn, params, module)
-    assert "up" in str(refused.value) and "\n" not in str(refused.value)
+    found = refusal(compare, loss_fn, params, module)
+    assert "counterpart" in found and "up" in found
 
 
 class Pair(nn.Module):
@@ -187,5 +186,4 @@ def test_a_module_that_returns_no_tensor_is_listed():
 
 
 def test_a_dtype_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="dtype"):
-        compare(linen_loss, {}, dtype="int32")
+    assert "dtype" in refusal(compare, linen_loss, {}, dtype="int32")

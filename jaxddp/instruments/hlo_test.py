@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from jaxddp.comparison_test import refusal
 from jaxddp.instruments.hlo import parse_module
 from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
 
@@ -74,17 +75,11 @@ def test_what_calls_what():
     }  # fmt: skip
 
 
-def assert_refused(text, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        parse_module(text)
-    assert "\n" not in str(refused.value)
-
-
 def test_text_that_is_cut_off_anywhere():
     text = load_fixture("tpu-loop-jax0.10")
     end = text.rindex("}")
     for cut in range(0, end + 1, 7):
-        assert_refused(text[:cut], "cut off" if cut > 8 else "compiled HLO module")
+        assert ("cut off" if cut > 8 else "compiled HLO module") in refusal(parse_module, text[:cut])
     assert parse_module(text[: end + 1]) == parse_module(text)
 
 
@@ -104,4 +99,4 @@ X, Z = "%x = f32[] parameter(0)", "ROOT %z = f32[] negate(%x)"
     ],
 )
 def test_text_with_something_missing(text, message):
-    assert_refused(text, message)
+    assert re.search(message, refusal(parse_module, text))

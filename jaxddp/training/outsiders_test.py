@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, on_one_device, refusal
 from jaxddp.conftest import run_python
 from jaxddp.training.replicas_test import on_rank
 
@@ -31,6 +31,7 @@ def make(strategy, loss_fn=loss_fn, optimizer=SGD, num_ranks=2, mesh=None, **opt
     return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh or jaxddp.data_mesh(num_ranks), **options)
 
 
+explicit = functools.partial(grid, 2, names=("data",), axis_type=AxisType.Explicit)
 assert_close = functools.partial(assert_near, atol=1e-6)  # as sums in float32 of a few numbers around 1 are
 
 
@@ -122,10 +123,6 @@ def test_without_jit_the_step_is_refused_in_one_line_or_the_same(strategy):
     assert_close(trainer.params(state), on_one_device(loss_fn, PARAMS, [BATCH], SGD))
 
 
-def explicit():
-    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-
-
 @each_strategy
 def test_under_a_context_mesh_of_explicit_axes(strategy):
     with jax.set_mesh(explicit()):
@@ -186,7 +183,7 @@ def test_gradients_typed_unreduced_are_summed_as_planned(check_vma):
 
 
 def test_of_mixed_axes_those_of_parameters_are_left_to_xla():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])  # of explicit axes
+    mesh = grid(2, 2, axis_type=AxisType.Explicit)
     specs = {"a": P(None, "model"), "b": P("model")}
     trainer = make(jaxddp.zero1(), mesh=mesh, param_specs=specs)
     state, _ = trainer.step(trainer.init(PARAMS), BATCH)

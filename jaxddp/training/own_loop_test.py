@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp.communication.buckets import TensorSpec
 from jaxddp.communication.planned import planned_collectives
-from jaxddp.comparison_test import assert_near, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, grid, on_one_device, refusal
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(6e-4)]
@@ -41,12 +41,8 @@ def mean_loss(params, batch):
     return errors(params, batch).mean()
 
 
-def mesh_of(num_ranks, axis_type=AxisType.Auto):
-    return jax.make_mesh((num_ranks,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:num_ranks])
-
-
 def on_ranks(function, strategy, num_ranks=4, check_vma=True, in_specs=BATCH_SPLIT, axis_type=AxisType.Auto):
-    mesh = mesh_of(num_ranks, axis_type)
+    mesh = grid(num_ranks, names=("data",), axis_type=axis_type)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
     return jaxddp.jit(mapped, strategy)
 
@@ -64,7 +60,7 @@ def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy
 
     params, batches = make_params(), [make_batch(number) for number in range(5)]
     run = on_ranks(step, strategy, in_specs=(P(), P(), P("data")), **options)
-    by_rank = NamedSharding(mesh_of(4, options.get("axis_type", AxisType.Auto)), P("data"))
+    by_rank = NamedSharding(grid(4, names=("data",), axis_type=options.get("axis_type", AxisType.Auto)), P("data"))
     mine, mine_state = params, optimizer.init(params)
     for batch in batches:
         expected = mean_loss(jax.device_get(mine), batch)
@@ -142,7 +138,7 @@ def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(check_vm
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_two_axes_only_the_given_one_is_reduced(strategy, check_vma):
     """Examples are split over the first, columns of the hidden layer over the second."""
-    mesh = jax.make_mesh((2, 2), ("batch", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = grid(2, 2, names=("batch", "model"))
 
     def own_part(params, batch):  # of the second axis
         return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
@@ -295,7 +291,7 @@ def test_a_gradient_that_varies_over_another_axis_only_is_refused(kind):
     def square(params, x):
         return jnp.mean((x @ params["w"]) ** 2)
 
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = grid(4, 2)
     params, x = {"w": jnp.arange(6.0).reshape(3, 2)}, jnp.arange(24.0).reshape(8, 3) / 10
     plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(square), {"w": params["w"][:, :1]}, x[:2])
     optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")

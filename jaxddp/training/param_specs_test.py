@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.checkpoints_test import assert_restored_elsewhere
-from jaxddp.comparison_test import assert_near, mostly_full, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, grid, mostly_full, on_one_device, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -27,11 +27,6 @@ STRATEGIES = {
 }
 QUICK = (("bucketed", (2, 2)), ("zero2", (2, 4)), ("zero3", (4, 2)))  # by default: every shape
 dense = jaxddp.layer(lambda one, x: x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"])
-
-
-def grid(*shape, names=("data", "model")):
-    devices = jax.devices()[: np.prod(shape)]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def forward(params, x):

@@ -10,9 +10,9 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints_test import assert_restored_elsewhere
-from jaxddp.comparison_test import assert_near, compiled_as_planned, mostly_full, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, mostly_full, on_one_device, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
-from jaxddp.training.param_specs_test import batches, grid
+from jaxddp.training.param_specs_test import batches
 from jaxddp.training.replicas_test import flip
 
 pytestmark = pytest.mark.usefixtures("x64")
