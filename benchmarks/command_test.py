@@ -25,7 +25,6 @@ from benchmarks.registry import BENCHMARKS
         ("report", "report must be given"),
         ("report .", "must be a folder with a file metrics.jsonl"),
         ("gates --steps 9", "steps (=9) must be at least 10 rounds"),
-        ("buckets --ranks 1", "ranks (=1) must be at least 2"),
         ("collectives --sizes-mb 0.0001", "must be at least 1 KiB"),
         ("memory --target h100:3", "batch_size (=32) must be divisible by the number of devices (=3)"),
         ("calibrate --target h100:2", "target (=h100:2) must have as many devices as there are ranks (=1)"),

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import jaxddp
-from jaxddp.comparison_test import trained
+from jaxddp.comparison_test import refusal, trained
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("f4")
 LABELS = np.arange(20)
@@ -40,8 +40,7 @@ def test_a_data_loader_feeds_training_and_evaluation():
     first = next(iter(loader))
     assert trainer.planned(state, first) == trainer.planned(state, [X[:8], LABELS[:8]])
     trainer.compile(state, first)
-    with pytest.raises(ValueError, match=r"^batch leaf '' \(=<.*DataLoader object at .*\) must be an array"):
-        trainer.step(state, loader)
+    assert "DataLoader object at " in refusal(trainer.step, state, loader)
 
 
 @pytest.mark.parametrize(

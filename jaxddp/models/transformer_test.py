@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxddp.comparison_test import mostly_full
+from jaxddp.comparison_test import mostly_full, refusal
 from jaxddp.models import SIZES, Attention, Transformer, TransformerConfig, rotary_tables
 
 NUM_PARAMS = {
@@ -100,12 +100,11 @@ def test_parameters_decide_the_dtype_and_float64_has_no_float32_inside(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"width": 0}, r"width \(=0\) must be a positive integer"),
-        ({"num_heads": 3}, r"width \(=16\) must be divisible by num_heads \(=3\)"),
-        ({"num_heads": 16}, r"width / num_heads \(=1\) must be even: RoPE turns pairs"),
+        ({"width": 0}, "width (=0) must be a positive integer"),
+        ({"num_heads": 3}, "width (=16) must be divisible by num_heads (=3)"),
+        ({"num_heads": 16}, "width / num_heads (=1) must be even: RoPE turns pairs"),
     ],
 )
 def test_config_refuses_sizes_that_cannot_be(change, message):
     sizes = {"vocab": 64, "context": 16, "width": 16, "num_layers": 2, "num_heads": 2, "hidden": 32} | change
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        TransformerConfig(**sizes)
+    assert message in refusal(TransformerConfig, **sizes)

@@ -16,8 +16,8 @@ from jaxddp.mesh_test import run_workers
 from jaxddp.metrics import Measure
 
 
-def trainer(loss_fn, num_ranks=2, **options):
-    return jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh(num_ranks), **options)
+def trainer(loss_fn, strategy=jaxddp.bucketed(), **options):  # noqa: B008
+    return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), **options)
 
 
 def batch(rows=8):
@@ -67,9 +67,7 @@ def test_marked_values_are_those_of_all_examples(strategy, num_microbatches):
         }
         return jaxddp.Weighted(jnp.sum(each[:2]), 2), marked  # whose weights are the loss's alone
 
-    one = jaxddp.Trainer(
-        loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), has_aux=True, num_microbatches=num_microbatches
-    )
+    one = trainer(loss_fn, strategy=strategy, has_aux=True, num_microbatches=num_microbatches)
     state, full = one.init(PARAMS), batch(48)["x"]
     compiled_as_planned(one, state, batch(48))
     compiled = jaxddp.read_schedule(one.compile(state, batch(48))).collectives()

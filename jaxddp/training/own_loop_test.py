@@ -233,10 +233,6 @@ def test_jit_keeps_its_options_and_adds_the_strategys():
 # Pieces: what ``plan_gradients``, ``sync_gradients`` and ``shard_optimizer`` cannot do right, they refuse
 
 
-def rank_batch(batch):
-    return jax.tree.map(lambda leaf: leaf[:4], batch)
-
-
 def mark(params):
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
 
@@ -244,7 +240,7 @@ def mark(params):
 def test_a_plan_leaves_out_what_is_unused_or_empty():
     params = make_params() | {"empty": np.ones((0, 3)), "0-d": np.ones(())}
     strategy, batch = jaxddp.bucketed(), make_batch()
-    plan = jaxddp.plan_gradients(strategy, jax.grad(mean_loss), params, rank_batch(batch))
+    plan = jaxddp.plan_gradients(strategy, jax.grad(mean_loss), params, make_batch(rows=4))
 
     def mean_gradients(params, batch):
         return jaxddp.sync_gradients(jax.grad(mean_loss)(mark(params), batch), plan, "data")
@@ -266,7 +262,7 @@ def test_a_plan_may_meet_gradients_that_were_constant_when_it_was_made(check_vma
     def without_slope(params, batch):
         return grad_fn(params, batch, 0) | {"slope": jnp.zeros(3)}
 
-    plan = jaxddp.plan_gradients(strategy, without_slope, params, rank_batch(batch))
+    plan = jaxddp.plan_gradients(strategy, without_slope, params, make_batch(rows=4))
     assert "slope" in plan.constants
 
     def mean_gradients(params, batch):
