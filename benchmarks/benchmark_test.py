@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, read_rows, run
-from benchmarks.render import CHECK, STEP, Column, as_text, new_figure, tables_of
+from benchmarks.render import CHECK, STEP, Column, new_figure
 
 
 def measure(case, say):
@@ -91,14 +91,6 @@ def test_the_page_is_one_file_that_asks_for_no_other(tmp_path):
     root = ElementTree.fromstring(drawing)  # inline, and well formed
     assert root.tag.endswith("svg") and 'aria-label="Steps &amp; more"' in page
     assert "other weights" not in drawing
-
-
-def test_tables_have_columns_of_even_width():
-    rows = [{"strategy": "a|b", "median_ms": 1.0, "check": "ok"}, {"strategy": "c", "check": "not run: none"}]
-    ((title, columns, shown),) = tables_of(benchmark(), rows)
-    lines = as_text(title, columns, shown).splitlines()[2:]
-    assert len({len(line) for line in lines if line}) == 1
-    assert [line.replace(" ", "") for line in lines[2:4]] == ["|a/b|1.00|ok|", "|c|-|notrun:none|"]
 
 
 def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):

@@ -3,24 +3,16 @@
 import numpy as np
 import pytest
 
-from benchmarks.collective_cases import (
-    ELEMENT_BYTES,
-    NAMES,
-    PERIOD,
-    brought_length,
-    expected,
-    num_wrong,
-    options_of,
-    rates,
-    values,
-)
+from benchmarks import collective_cases
+from benchmarks.collective_cases import NAMES, PERIOD, expected, num_wrong, options_of, rates, values
 
 LENGTH = 3 * 1000  # of the full buffer; no multiple of the period, so that the last one is cut off
+FULL_BYTES = LENGTH * collective_cases.ELEMENT_BYTES
 
 
 def by_definition(name, rank, num_ranks):
     """What a collective is, written out over whole arrays."""
-    brought = [values(each, brought_length(name, LENGTH * ELEMENT_BYTES, num_ranks)) for each in range(num_ranks)]
+    brought = [values(each, collective_cases.brought_length(name, FULL_BYTES, num_ranks)) for each in range(num_ranks)]
     match name.removeprefix("ring_"):
         case "all_reduce":
             return sum(brought)

@@ -12,7 +12,6 @@ from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
 
 
 def options(**given):
-    """Those of a command line."""
     return argparse.Namespace(**dict.fromkeys(make_options()) | given)
 
 

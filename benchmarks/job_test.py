@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.benchmark import read_rows
+from jaxddp.conftest import free_port
 from parity_tests.job_test import environment
 from parity_tests.job_test import slurm as slurm
 
@@ -23,9 +23,7 @@ def test_a_benchmark_runs_on_the_ranks_of_a_job(launcher, tmp_path, request):
     if launcher == "mpirun" and not shutil.which("mpirun"):
         pytest.skip("needs Open MPI: apt-get install openmpi-bin")
     (line,) = re.findall(rf"^({launcher} .*) --on job$", PAGE.read_text(), re.M)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        line = line.replace("10.0.0.1:29500", f"127.0.0.1:{probe.getsockname()[1]}")
+    line = line.replace("10.0.0.1:29500", f"127.0.0.1:{free_port()}")
     # Two ranks without GPUs.
     line = line.replace("--nnodes=2 --nproc-per-node=8", "--nnodes=1 --nproc-per-node=2")
     line = line.replace("--ntasks-per-node=8 --gpus-per-task=1", "--ntasks-per-node=1")

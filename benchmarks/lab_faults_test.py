@@ -10,40 +10,29 @@ import pytest
 
 from benchmarks.lab import Lab
 from jaxddp.processes.watchdog import STATUS
-from parity_tests.faults_test import (
-    GONE,
-    JAX,
-    LEAVE_S,
-    MOMENTS_S,
-    NUM_FAULTS,
-    NUM_PROCESSES,
-    SILENT,
-    STUCK_S,
-    TORCH,
-    XLA_ABORTS,
-    Job,
-    check_others,
-    report,
-)
+from parity_tests import faults_test as faults
+from parity_tests.faults_test import GONE, LEAVE_S, NUM_PROCESSES, SILENT, STUCK_S, Job
+
+PROGRAMS = {"jaxddp": faults.JAX, "torchref": faults.TORCH}
 
 
 @pytest.mark.lab
 @pytest.mark.full
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
-    program, times = {"jaxddp": JAX, "torchref": TORCH}[framework], []
-    for trial in range(NUM_FAULTS):
+    times = []
+    for trial in range(faults.NUM_FAULTS):
         rng, cut = random.Random(f"{framework} {trial}"), 1 + trial % (NUM_PROCESSES - 1)
-        with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / str(trial), program, hosts=lab.hosts) as job:
+        with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / str(trial), PROGRAMS[framework], hosts=lab.hosts) as job:
             job.wait_until_all_met()
-            time.sleep(rng.uniform(0, MOMENTS_S))
+            time.sleep(rng.uniform(0, faults.MOMENTS_S))
             bridge, since = lab.hosts[0].name.removesuffix("host0") + "bridge", time.monotonic()
             subprocess.run(["ip", "-n", bridge, "link", "set", f"port{cut}", "down"], check=True)
-            times.append(check_others(job, cut, SILENT, since))
+            times.append(faults.check_others(job, cut, SILENT, since))
             job.wait(lambda job=job, cut=cut: job.processes[cut].poll() is not None, LEAVE_S, "the one cut off stays")
             assert job.processes[cut].returncode == STATUS
             assert f"jaxddp: process 0 {SILENT}" in job.said(cut)
-    report(f"{framework}, a cut link", times)
+    faults.report(f"{framework}, a cut link", times)
 
 
 @pytest.mark.lab
@@ -51,8 +40,7 @@ def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
     """Beats may still arrive: then all wait in one step, or one is a collective behind."""
-    program = {"jaxddp": JAX, "torchref": TORCH}[framework]
-    with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", program, hosts=lab.hosts) as job:
+    with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", PROGRAMS[framework], hosts=lab.hosts) as job:
         job.wait_until_all_met()
         job.wait(lambda: "step 3" in job.said(0), 60, "no third step")
         bridge = lab.hosts[0].name.removesuffix("host0") + "bridge"
@@ -63,7 +51,7 @@ def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
         for process in range(NUM_PROCESSES):
             said, status = job.said(process), job.processes[process].returncode
             # To the host that crawls, the end of process 0 may come before what it says, to the watchdog or to XLA.
-            if process == 1 and XLA_ABORTS in said:
+            if process == 1 and faults.XLA_ABORTS in said:
                 assert status in (STATUS, -signal.SIGABRT), said
                 assert "Failed to send RPC to coordination service" in said, said
                 continue

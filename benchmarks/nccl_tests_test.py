@@ -96,9 +96,6 @@ def test_another_file_is_refused(lines, lacks, tmp_path):
         read(tmp_path / "x.txt", lines)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "check"), [("0", "ok"), ("N/A", "ok"), ("30", "WRONG: 30 values")], ids=["right", "not checked", "wrong"]
-)
-def test_wrong_values_are_told(wrong, check, tmp_path):
-    line = re.sub(r"0 +12\.28", f"{wrong} 12.28", SMALL)
-    assert read(tmp_path / "x", output("all_reduce_perf", 2, line))[0]["check"] == check
+def test_wrong_values_are_told(tmp_path):
+    line = re.sub(r"0 +12\.28", "30 12.28", SMALL)
+    assert read(tmp_path / "x", output("all_reduce_perf", 2, line))[0]["check"] == "WRONG: 30 values"

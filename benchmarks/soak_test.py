@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.benchmark import Case
 from benchmarks.soak import KILL, KINDS, SoakSetup, draw_faults, is_alive, measure, sum_up, usage_over
+from jaxddp.conftest import wait_for
 
 
 @pytest.mark.full
@@ -45,10 +45,8 @@ def test_nothing_outlives_the_soak(tmp_path, number):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(number)
         parent.wait(60)
-    deadline = time.monotonic() + 60
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(pids) == 3 and not any(map(is_alive, pids))
+    wait_for(lambda: not any(map(is_alive, pids)), 60)
+    assert len(pids) == 3
 
 
 def test_faults_are_drawn_by_the_seed_every_kind_once_in_a_round():

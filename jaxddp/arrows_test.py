@@ -1,7 +1,8 @@
-"""Imports between folders run one way, and no modules import each other in a circle."""
+"""Imports between folders run one way, none in a circle; the planner and what both packages share need no framework."""
 
 import ast
 import functools
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -24,7 +25,6 @@ FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for
 
 
 def modules_of(package):
-    """Module names to paths."""
     found = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         if not path.name.endswith("_test.py") and path.name != "conftest.py" and "testdata" not in path.parts:
@@ -53,18 +53,16 @@ def imports_of(path, modules, source=None):
             names = [name if (name := f"{base}.{alias.name}") in modules else base for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name in modules)
+        yield from names
 
 
 @functools.cache
 def graph_of(package):
     modules = modules_of(package)
-    return {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
+    return {name: (modules.keys() & imports_of(path, modules)) - {name} for name, path in modules.items()}
 
 
 def wrong_way(graph):
-    """Imports from a lower floor to a higher one."""
-
     def floor(module):
         return FLOOR[module.split(".")[1]]
 
@@ -86,16 +84,31 @@ def test_what_would_be_found():
     source = "def late():\n    from ..instruments import targets\nif TYPE_CHECKING:\n    from ..cli import train\n"
     graph = dict(graph_of("jaxddp"))
     step = "jaxddp.training.step"
-    graph[step] = graph[step] | set(imports_of(modules[step], modules, source))
+    graph[step] = graph[step] | (modules.keys() & imports_of(modules[step], modules, source))
     assert wrong_way(graph) == {(step, "jaxddp.instruments.targets")}
     with pytest.raises(CycleError):
         TopologicalSorter(graph).prepare()
 
 
+SHARED = [f"communication.{name}" for name in ("buckets", "owners")] + ["sizes", "arguments"]
+SHARED += [f"processes.{name}" for name in ("job", "roll_call", "stderr")]
+
+
+def test_the_planner_and_what_both_packages_share_import_numpy_and_the_standard_library_alone():
+    modules = modules_of("jaxddp")
+    planner = {name for name in modules if name.split(".")[1:2] in (["planning"], ["network"])}
+    free = planner | {f"jaxddp.{name}" for name in SHARED}
+    assert len(planner) > 10
+    for name in free:
+        for other in imports_of(modules[name], modules):
+            package = other.partition(".")[0]
+            assert other in free or package == "numpy" or package in sys.stdlib_module_names, f"{name}: {other}"
+
+
 def test_the_twin_imports_only_what_needs_no_framework():
     modules = modules_of("torchref") | modules_of("jaxddp")
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
-    ours = {name for name in imported if not name.startswith("torchref")}
+    ours = {name for name in imported & modules.keys() if not name.startswith("torchref")}
     cli = {"launch", "parser", "train"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}

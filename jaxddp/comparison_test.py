@@ -4,6 +4,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+
+import jaxddp
 
 
 def assert_near(found, expected, atol=1e-12):
@@ -12,7 +15,6 @@ def assert_near(found, expected, atol=1e-12):
 
 
 def on_one_device(loss_fn, params, batches, optimizer):
-    """Parameters after a step on each batch."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -32,6 +34,24 @@ def trained(trainer, state, batches):
     for batch in batches:
         state, metrics = trainer.step(state, batch)
     return state, metrics
+
+
+def grid(*shape, names=("data", "model"), axis_type=AxisType.Auto):
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+
+
+def compiled_as_planned(trainer, state, batch):
+    """The collectives of the compiled step's gradients, which must be those that are planned."""
+    compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
+    assert compiled == sorted(trainer.planned(state, batch))
+    return compiled
+
+
+def mostly_full(quick, cases):
+    """Cases for parametrize, of which all but the quick ones have the mark ``full``."""
+    marks = {True: (), False: pytest.mark.full}
+    return [pytest.param(*(one if type(one) is tuple else (one,)), marks=marks[one in quick]) for one in cases]
 
 
 def refusal(call, *args, **named):

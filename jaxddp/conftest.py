@@ -6,10 +6,11 @@ processes, listening ports, network namespaces, shared memory, temporary folders
 
 import contextlib
 import gc
-import itertools
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ _GIVEN = {name: os.environ.get(name) for name in _PINNED}
 os.environ.update(_PINNED)  # before JAX is imported
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxddp.mesh import simulate_devices  # noqa: E402
@@ -63,24 +65,11 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Gives the GPUs back to tests of them, without preallocation: both frameworks' processes use them in turn."""
-    if item.get_closest_marker("gpu") is None:
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("gpu") is not None:
+            for name, value in (_GIVEN | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}).items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
         return (yield)
-    given = {name: value for name, value in _GIVEN.items() if value is not None}
-    changed = dict.fromkeys(_PINNED) | given | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    before = {name: os.environ.get(name) for name in changed}
-    try:
-        _set(changed)
-        return (yield)
-    finally:
-        _set(before)
-
-
-def _set(variables):
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 @pytest.fixture
@@ -96,6 +85,15 @@ def x64():
     """For files and tests that compute in float64, where only the order of sums differs."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Loss, parameters and a batch of the tiny transformer: 24 sequences of 16 tokens."""
+    from jaxddp.models import build
+
+    tokens = np.random.default_rng(0).integers(0, 64, (24, 17), dtype=np.int32)
+    return *build("tiny"), {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 # What a run of tests leaves behind
@@ -247,12 +245,11 @@ def _mapped(names):
 
 def fuzz_seeds(name):
     """Seeds for as many seconds as the variable JAXDDP_FUZZ_S says, a minute without it; shows their number."""
-    first, end = 1000, time.monotonic() + float(os.environ.get("JAXDDP_FUZZ_S", "60"))
-    seeds = itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(first))
-    last = first
-    for last in seeds:  # noqa: B007
-        yield last
-    print(f"{name}: {last - first + 1} tried")
+    seed, end = 1000, time.monotonic() + float(os.environ.get("JAXDDP_FUZZ_S", "60"))
+    while time.monotonic() < end:
+        yield seed
+        seed += 1
+    print(f"{name}: {seed - 1000} tried")
 
 
 @contextlib.contextmanager
@@ -273,6 +270,19 @@ def soon(name, longest_s, hangs_s=30):
 
 
 # Processes
+
+
+def free_port(host="127.0.0.1"):
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        return probe.getsockname()[1]
+
+
+def run_python(code, *arguments, **environment):
+    """What a program prints, which must end well."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def is_alive(pid):

@@ -50,13 +50,12 @@ def run(folder, environment, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def test_tests_see_no_gpus(tmp_path):
-    assert [environment for environment, _ in seen(tmp_path, "-n", "0")] == [["cpu", "-", "-"]] * 2
-
-
-def test_tests_of_gpus_see_them_and_run_in_one_process(tmp_path):
-    found = seen(tmp_path, "-m", "gpu")  # and the settings' -n 2
-    assert [environment for environment, _ in found] == [["-", "1,2", "false"]] * 2
+@pytest.mark.parametrize(
+    ("options", "expected"), [(["-n", "0"], ["cpu", "-", "-"]), (["-m", "gpu"], ["-", "1,2", "false"])]
+)
+def test_tests_of_gpus_alone_see_them_and_run_in_one_process(tmp_path, options, expected):
+    found = seen(tmp_path, *options)  # and the settings' -n 2
+    assert [environment for environment, _ in found] == [expected] * 2
     assert len({process for _, process in found}) == 1
 
 

@@ -2,13 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from jaxddp.comparison_test import refusal
+from jaxddp.conftest import free_port
 from jaxddp.mesh import data_mesh, simulate_devices
 from jaxddp.processes.start import start_process
 
@@ -37,12 +38,6 @@ print(json.dumps({
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_workers(program, num_processes, *arguments, host="127.0.0.1"):
     """Runs a program, given an address, its number and the arguments, in processes; gives the last line of each."""
     address = f"{host}:{free_port()}"
@@ -61,15 +56,11 @@ def run_workers(program, num_processes, *arguments, host="127.0.0.1"):
     return [out.splitlines()[-1] for out, _ in outputs]
 
 
-def run_processes(num_processes, num_local):
-    return [json.loads(line) for line in run_workers(WORKER, num_processes, num_processes, num_local)]
-
-
 def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypatch):
     for name in ("http_proxy", "https_proxy"):  # as on many clusters; it does not lead to the coordinator
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    alone = run_processes(1, 4)[0]
-    for found in run_processes(2, 2):
+    alone, *together = (json.loads(line) for num in (1, 2) for line in run_workers(WORKER, num, num, 4 // num))
+    for found in together:
         assert found["num_ranks"] == 4
         assert found["planned"] == found["compiled"] == [["all-reduce", 12]]
         assert found["w"] == pytest.approx(alone["w"], abs=1e-6)  # float32 sums in another order
@@ -107,12 +98,10 @@ def test_processes_listen_where_they_reached_each_other_and_end_by_sigterm_unles
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"process_id \(=2\) must be at least 0 and below num_processes \(=2\)"):
-        start_process("127.0.0.1:1", 2, 2)
-    with pytest.raises(ValueError, match=r"num_ranks \(=0\) must be a positive integer"):
-        data_mesh(0)
-    with pytest.raises(ValueError, match=r"num_devices \(=True\) must be a positive integer"):
-        simulate_devices(True)
+    found = refusal(start_process, "127.0.0.1:1", 2, 2)
+    assert "process_id (=2) must be at least 0 and below num_processes (=2)" in found
+    assert "num_ranks (=0) must be a positive integer" in refusal(data_mesh, 0)
+    assert "num_devices (=True) must be a positive integer" in refusal(simulate_devices, True)
 
 
 @pytest.mark.parametrize("is_of_job", [False, True])

@@ -9,8 +9,10 @@ from flax import nnx
 from jax import lax
 
 import jaxddp
+from jaxddp.comparison_test import refusal
 from jaxddp.flax import from_nnx
 from jaxddp.parity import ParityError, check
+from jaxddp.training.replicas_test import on_rank
 
 torch = pytest.importorskip("torch")
 
@@ -97,12 +99,6 @@ def test_options_of_the_trainer():
     assert all(one.difference <= 1e-12 and not one.refused for one in results)
     for one in results:
         assert np.all(one.params["up.bias"] == 0) and np.all(one.params["up.kernel"] != PARAMS["up"]["kernel"])
-    unclipped = check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[2])
-    whole, on_two = check(
-        loss_fn, optax.sgd(0.1), PARAMS, BATCHES, strategies=["naive"], num_ranks=[1, 2], max_grad_norm=0.1
-    )
-    assert (whole.num_ranks, on_two.num_ranks) == (1, 2)
-    assert np.any(whole.params["up.kernel"] != unclipped[0].params["up.kernel"])
 
 
 def test_torch_is_clipped_and_frozen_alike_and_an_unused_parameter_decays():
@@ -162,30 +158,25 @@ def test_refusals_are_recorded_or_raised():
     refused = {one.strategy: one.refused for one in results if one.refused}
     assert list(refused) == ["zero1", "zero2", "zero3"] and all("element" in why for why in refused.values())
     assert all(one.difference is None for one in results if one.refused)
-    with pytest.raises(ValueError, match="element"):
-        check(loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
+    assert "element" in refusal(check, loss_fn, optax.lamb(1e-2), PARAMS, BATCHES, strategies="zero1", num_ranks=[2])
     assert repr(results[4]).startswith("<zero1 on 2: refused, ") and len(repr(results[0])) < 40
     odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
     for batches, options, value in [
-        (odd, {}, r"^batch \(=6 examples\) must be divisible by .* \(=4 x 1\)$"),
-        (BATCHES, {"strategies": []}, "strategies"), (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"),
-        (BATCHES[:1], {}, r"^batches \(=1\)"),
+        (odd, {}, "batch (=6 examples) must be divisible by "), (BATCHES, {"strategies": []}, "strategies"),
+        (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"), (BATCHES[:1], {}, "batches (=1)"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=value):
-            check(loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
+        assert value in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
 
 
 def test_a_comparison_in_which_nothing_moves_is_none():
     for loss, rate in ((lambda params, batch: jnp.mean(batch["x"]), 0.1), (loss_fn, 0.0)):
-        with pytest.raises(ValueError, match="move"):
-            check(loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
+        assert "move" in refusal(check, loss, optax.sgd(rate), PARAMS, BATCHES, num_ranks=[2])
 
 
 # Mistakes that must be found, each put into what strategies call
 
 
 def parted(strategy, loss_fn=loss_fn, **options):
-    """The only result, which parts."""
     with pytest.raises(ParityError) as caught:
         check(loss_fn, optax.adam(0.1), PARAMS, BATCHES, strategies=strategy, num_ranks=[2], **options)
     (result,) = caught.value.results
@@ -228,8 +219,7 @@ def after_each_step(monkeypatch, change):
 
 def test_a_copy_that_is_wrong_on_the_second_rank_alone_is_found(monkeypatch):
     def add_one(leaf):
-        rows = [shard.data + (shard.device != jax.devices()[0]) for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, rows)
+        return on_rank(leaf, 1, lambda copy: copy + 1)
 
     after_each_step(monkeypatch, lambda state: state._replace(params=jax.tree.map(add_one, state.params)))
     result = parted("flat")
@@ -259,5 +249,4 @@ def test_a_mistake_that_raises_is_not_a_refusal(monkeypatch):
         raise ValueError("cannot reshape")
 
     monkeypatch.setattr(jaxddp.Trainer, "init", fail)
-    with pytest.raises(ValueError, match="cannot reshape"):
-        check(loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])
+    assert "cannot reshape" in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])

@@ -1,20 +1,18 @@
 """The names of the package, and what importing it starts."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import jaxddp
+from jaxddp.conftest import run_python
 
 pytestmark = pytest.mark.smoke
 
 
 def declared():
-    """The imports that type checkers see: name to module."""
     tree = ast.parse(Path(jaxddp.__file__).read_text())
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
@@ -45,18 +43,16 @@ def test_every_name_is_listed_and_there():
         "import jaxddp; dir(jaxddp); jaxddp.__version__",
         "import jaxddp; jaxddp.plan_buckets; jaxddp.Network",
         "import jaxddp.planning.plan",
+        "import jaxddp.pytest_plugin",
         "import torchref",
         "from jaxddp.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from jaxddp.__main__ import main\ntry: main(['--version'])\nexcept SystemExit: pass",
     ],
 )
 def test_no_jax_is_imported(code):
-    code += "\nimport sys; assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run_python(code + "\nimport sys; assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules")
 
 
 def test_the_order_of_strategies_is_theirs_whichever_is_loaded_first():
-    code = "import jaxddp; jaxddp.zero1; print(*jaxddp.STRATEGIES)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout.split() == list(jaxddp.STRATEGIES)
+    found = run_python("import jaxddp; jaxddp.zero1; print(*jaxddp.STRATEGIES)")
+    assert found.split() == list(jaxddp.STRATEGIES)

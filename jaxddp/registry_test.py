@@ -1,9 +1,8 @@
-"""A strategy is one file: where it lies in the folder, everything finds it."""
-
-import subprocess
-import sys
+"""A strategy is one file, a function in jaxddp and a class in torchref: in the folder, everything finds it."""
 
 import pytest
+
+from jaxddp.conftest import run_python
 
 FILE = """
 from functools import partial
@@ -76,7 +75,4 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize(("file", "script"), [(FILE, SCRIPT), (IN_TORCH, TORCH_SCRIPT)])
 def test_a_strategy_is_found_in_its_file(tmp_path, file, script):
     (tmp_path / "fixed.py").write_text(file)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(script, tmp_path)

@@ -13,7 +13,6 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def mapped(step, *, check_vma=False):
-    """A step on each rank: of a state that all have, and their examples."""
     return lambda mesh: jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
     )
@@ -69,40 +68,37 @@ def test_right_steps_pass(state, batch):
     check_step(lambda mesh: jax.jit(without_mesh, donate_argnums=0), state, batch, num_ranks=2)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_gradients_n_times_too_large(state, batch, check_vma):
-    # Under check_vma autodiff has summed gradients of equal parameters, and the mean of equal ones is the sum.
-    reduce = mean if check_vma else lambda grads: jax.lax.psum(grads, "data")
-    found = causes(mapped(step_with(reduce), check_vma=check_vma), state, batch)
-    assert found["0.opt.0.mu.w"].startswith("4 times as large") and "squares" in found["0.opt.0.nu.w"]
-
-
-def test_a_sum_that_is_divided_twice(state, batch):
-    def twice(grads):
-        return jax.tree.map(lambda one: mean(one) / jax.lax.axis_size("data"), grads)
-
-    found = causes(mapped(step_with(twice)), state, batch)
-    assert found["0.opt.0.mu.w"].startswith("1/4 as large")
-
-
-def test_a_gradient_that_is_not_reduced(state, batch):
-    found = causes(mapped(step_with(lambda grads: grads | {"w": mean(grads["w"])})), state, batch)
-    assert "copies" in found["0.params.b"] and "0.params.w" not in found and "1.loss" not in found
-
-
 def masked_loss(params, batch):
     error = jnp.sum((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, -1)
     return jnp.sum(error * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
 
 
-def test_a_mean_of_means_names_the_mask(state, batch):
-    found = causes(mapped(step_with(mean, masked_loss)), state, batch)
-    assert "'mask'" in found["0.params.w"] and "'mask'" in found["1.loss"]
+def divided_twice(grads):
+    return jax.tree.map(lambda one: mean(one) / jax.lax.axis_size("data"), grads)
+
+
+def scaled_by_rank(grads):
+    return mean(jax.tree.map(lambda one: one * (1 + jax.lax.axis_index("data")), grads))
+
+
+@pytest.mark.parametrize(
+    ("step", "leaf", "cause"),
+    [
+        (mapped(step_with(lambda grads: jax.lax.psum(grads, "data"))), "opt.0.mu.w", "4 times as large"),
+        # Under check_vma autodiff has summed gradients of equal parameters, and the mean of equal ones is the sum.
+        (mapped(step_with(mean), check_vma=True), "opt.0.nu.w", "squares"),
+        (mapped(step_with(divided_twice)), "opt.0.mu.w", "1/4 as large"),
+        (mapped(step_with(lambda grads: grads | {"w": mean(grads["w"])})), "params.b", "copies"),
+        (mapped(step_with(mean, masked_loss)), "params.w", "'mask'"),
+        (mapped(step_with(scaled_by_rank)), "opt.0.mu.w", "depends on the rank"),
+    ],
+    ids=["sums", "sums of autodiff", "divided twice", "not reduced", "mean of means", "scaled by rank"],
+)
+def test_a_fault_is_named_with_its_cause(state, batch, step, leaf, cause):
+    assert cause in causes(step, state, batch)[f"0.{leaf}"]
 
 
 def normalized_step(is_global, is_synced):
-    """A step of a model with running statistics."""
-
     def step(state, batch):
         def loss(params):
             seen = jnp.mean(batch["x"], 0)
@@ -123,7 +119,6 @@ def test_statistics_of_a_ranks_own_examples(state, batch):
 
 
 def dropped_out(state, batch, key):
-    """The gradients where half of the input is not seen."""
     keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
     return jax.grad(loss_fn)(state["params"], batch | {"x": batch["x"] * keep})
 
@@ -157,14 +152,6 @@ def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
         return updated(state, dropped_out(state, batch, state["key"]))
 
     check_step(lambda mesh: jax.jit(step), state | {"key": jax.random.key(0)}, batch)
-
-
-def test_what_depends_on_the_rank_alone(state, batch):
-    def step(state, batch):
-        scale = 1 + jax.lax.axis_index("data")
-        return updated(state, mean(jax.tree.map(lambda one: one * scale, jax.grad(loss_fn)(state["params"], batch))))
-
-    assert "depends on the rank" in causes(mapped(step), state, batch)["opt.0.mu.w"]
 
 
 @pytest.mark.parametrize(

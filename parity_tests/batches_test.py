@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import jaxddp
+from jaxddp.comparison_test import refusal, trained
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype("f4")
 LABELS = np.arange(20)
@@ -24,9 +25,7 @@ def make_trainer():
 
 def weights_after(batches):
     trainer = make_trainer()
-    state = trainer.init({"w": jnp.ones((3, 1))})
-    for batch in batches:
-        state, _ = trainer.step(state, batch)
+    state, _ = trained(trainer, trainer.init({"w": jnp.ones((3, 1))}), batches)
     return np.asarray(trainer.params(state)["w"])
 
 
@@ -41,8 +40,7 @@ def test_a_data_loader_feeds_training_and_evaluation():
     first = next(iter(loader))
     assert trainer.planned(state, first) == trainer.planned(state, [X[:8], LABELS[:8]])
     trainer.compile(state, first)
-    with pytest.raises(ValueError, match=r"^batch leaf '' \(=<.*DataLoader object at .*\) must be an array"):
-        trainer.step(state, loader)
+    assert "DataLoader object at " in refusal(trainer.step, state, loader)
 
 
 @pytest.mark.parametrize(

@@ -8,63 +8,48 @@ import torch
 from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
 from jaxddp.conftest import pytest_configure as pytest_configure
 from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
+from jaxddp.table import table
 from torchref.conftest import ranks as ranks
-
-from .cases import Case
 
 torch.set_num_threads(1)  # two test processes share the cores, and these models are small
 
 PAIRS = ("jaxddp - JAX on one device", "torchref - torch on one process", "jaxddp - torchref")
 
 
-class Differences:
-    """Largest differences found, case by case."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict] = []
-
-    def add(self, case: Case, found: dict[str, float], moved: float, atol: float, reason: str) -> None:
-        check = "ok" if max(found.values()) <= atol else "WRONG"
-        self.rows.append(case._asdict() | found | {"moved": moved, "atol": atol, "reason": reason, "check": check})
-
-    def table(self) -> list[str]:
-        """Markdown: the largest difference of each kind, by model, dtype and strategy."""
-        groups: dict[tuple, list[dict]] = {}
-        for row in self.rows:
-            groups.setdefault((row["dtype"], row["model"], row["optimizer"]), []).append(row)
-        header = ["dtype", "model", "optimizer", "cases", *PAIRS, "tolerance", "check"]
-        lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-        for key, rows in sorted(groups.items()):
-            worst = [f"{max(row[pair] for row in rows):.1e}" for pair in PAIRS]
-            check = "ok" if all(row["check"] == "ok" for row in rows) else "WRONG"
-            lines.append("| " + " | ".join([*key, str(len(rows)), *worst, f"{rows[0]['atol']:.0e}", check]) + " |")
-        return lines
-
-
-_DIFFERENCES = Differences()
+_FOUND: list[dict] = []
 
 
 @pytest.fixture(scope="session")
-def differences() -> Differences:
-    return _DIFFERENCES
+def differences() -> list[dict]:
+    """Of each case its values, the largest differences by pair, and the tolerance with its reason."""
+    return _FOUND
 
 
 def pytest_sessionfinish(session) -> None:
     if hasattr(session.config, "workeroutput"):  # one of several processes: what it found goes to the one that reports
-        session.config.workeroutput["parity"] = _DIFFERENCES.rows
+        session.config.workeroutput["parity"] = _FOUND
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    _DIFFERENCES.rows += getattr(node, "workeroutput", {}).get("parity", [])
+    _FOUND.extend(getattr(node, "workeroutput", {}).get("parity", []))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    if not _DIFFERENCES.rows:
+    """The largest difference of each kind, by dtype, model and optimizer."""
+    if not _FOUND:
         return
-    reasons = sorted({f"{row['atol']:.0e}: {row['reason']}" for row in _DIFFERENCES.rows})
+    groups: dict[tuple, list[dict]] = {}
+    for row in _FOUND:
+        groups.setdefault((row["dtype"], row["model"], row["optimizer"], f"{row['atol']:.0e}"), []).append(row)
+    cells = []
+    for key, rows in sorted(groups.items()):
+        worst = [max(row[pair] for row in rows) for pair in PAIRS]
+        check = "ok" if max(worst) <= rows[0]["atol"] else "WRONG"
+        cells.append([*key, str(len(rows)), *(f"{one:.1e}" for one in worst), check])
     terminalreporter.section(
         "largest difference of any weight in 20 steps, from JAX on one device also of optimizer state, loss and norm"
     )
-    for line in [*_DIFFERENCES.table(), *reasons]:
+    terminalreporter.write_line(table(("dtype", "model", "optimizer", "tolerance", "cases", *PAIRS, "check"), cells))
+    for line in sorted({f"{row['atol']:.0e}: {row['reason']}" for row in _FOUND}):
         terminalreporter.write_line(line)

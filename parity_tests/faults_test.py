@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 import jaxddp
 import torchref
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.conftest import free_port
 from jaxddp.processes.watchdog import STATUS
 
 NUM_FAULTS = int(os.environ.get("JAXDDP_FAULTS", "2"))
@@ -87,14 +87,10 @@ for step in steps():
 
 
 class Job:
-    """Processes of a program, each with its output in a file, and on a host of its own if there are any."""
-
     def __init__(self, folder, program, checkpoints=None, hosts=()):
         folder.mkdir()
         (folder / "script.py").write_text(program)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.logs = [folder / f"{process}.log" for process in range(NUM_PROCESSES)]
         self.processes, self.num_aborted = [], 0
         for process, path in enumerate(self.logs):
@@ -245,16 +241,8 @@ def test_before_and_after_the_roll_call_ends(tmp_path, framework):
     for trial in range(NUM_FAULTS):
         rng, folder, faulty = random.Random(f"{framework} {trial}"), tmp_path / str(trial), trial % NUM_PROCESSES
         folder.mkdir()
-        command = [
-            sys.executable,
-            "-m",
-            "jaxddp",
-            "launch",
-            f"--ranks={NUM_PROCESSES}",
-            f"--log-dir={folder}/logs",
-            script,
-            folder,
-        ]
+        options = [f"--ranks={NUM_PROCESSES}", f"--log-dir={folder}/logs"]
+        command = [sys.executable, "-m", "jaxddp", "launch", *options, script, folder]
         with (folder / "log").open("w+") as log:
             job = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}

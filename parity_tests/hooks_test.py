@@ -13,6 +13,7 @@ import jaxddp
 import jaxddp.models
 import torchref
 from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.comparison_test import trained
 from torchref.communication import collectives, hooks
 from torchref.interop import from_numpy
 from torchref.models import build, loss_fn
@@ -47,9 +48,8 @@ def in_jax(name):
         loss, _ = jaxddp.models.build("toy")
         strategy = jaxddp.bucketed(BUCKET_MB, **hook)
         trainer = jaxddp.Trainer(loss, optax.sgd(RATE), strategy, jaxddp.data_mesh(NUM_RANKS))
-        state = trainer.init(jax_side.initial_params("toy", "float64"))
-        for batch in batches("toy", "float64"):
-            state, _ = trainer.step(state, batch)
+        start = trainer.init(jax_side.initial_params("toy", "float64"))
+        state, _ = trained(trainer, start, batches("toy", "float64"))
         return to_numpy(trainer.params(state))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from jaxddp.checkpoint import interop as in_jax
 from torchref import interop as in_torch
+from torchref.interop_test import Tied
 
 
 class FlaxNet(nnx.Module):
@@ -35,8 +36,6 @@ class FlaxNet(nnx.Module):
 
 
 class TorchNet(nn.Module):
-    """The same with channels first."""
-
     def __init__(self):
         super().__init__()
         self.volume = nn.Conv3d(2, 4, (2, 3, 3))
@@ -94,13 +93,6 @@ def test_bfloat16_tensors_keep_their_bits():
 
 
 def test_a_parameter_that_torch_lists_twice_is_one_leaf_in_jax():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(7, 2)
-            self.head = nn.Linear(2, 7, bias=False)
-            self.head.weight = self.embed.weight
-
     module = Tied()
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((7, 2), jnp.float32)}}
     arrays = module.state_dict()

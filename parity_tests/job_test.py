@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import jaxddp
 import jaxddp.checkpoint.interop
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.cli.train import TrainOptions
+from jaxddp.conftest import free_port
 from jaxddp.models import build
 
 from . import jax_side, torch_side
@@ -44,12 +44,9 @@ MARKS = {"SLURM": [pytest.mark.slurm], "Open MPI": [pytest.mark.mpi]}
 
 
 def block(launcher, address="127.0.0.1"):
-    """The launcher's commands, with an address of this machine."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     (found,) = re.findall(rf"^```sh\n({re.escape(LAUNCHERS[launcher])}.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return found.replace("10.0.0.1", address).replace("29500", str(probe.getsockname()[1]))
+    return found.replace("10.0.0.1", address).replace("29500", str(free_port()))
 
 
 def environment(folder):
@@ -74,17 +71,9 @@ def run(launcher, commands, folder, variables):
         started = [["sbatch", "--wait", "--output=job.out", "job.sh"]]
     else:
         started = [["bash", "-c", commands]] * (2 if launcher == "two agents" else 1)
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment(folder) | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in started
-    ]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    own = environment(folder) | variables
+    processes = [subprocess.Popen(command, cwd=folder, env=own, **piped) for command in started]
     try:
         output = "".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
     finally:
@@ -120,7 +109,6 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def launcher(request):
-    """A launcher and the variables that it needs."""
     if request.param == "SLURM":
         return request.param, request.getfixturevalue("slurm")
     if request.param == "Open MPI" and not shutil.which("mpirun"):

@@ -1,6 +1,7 @@
 """bfloat16 with float32 masters: torchref under autocast rounds where jaxddp does, so both have the same weights."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from torch import nn
 import jaxddp
 import torchref
 from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.comparison_test import mostly_full, trained
 from torchref.interop import from_numpy
 from torchref.train import local_rows
 
@@ -60,14 +62,11 @@ def train_in_jax(name, optimizer, options, **precision):
     trainer = jaxddp.Trainer(
         jax_loss, OPTIMIZERS[optimizer][0](), strategy, jaxddp.data_mesh(NUM_RANKS), num_microbatches=2, **precision
     )
-    state = trainer.init(initial())
-    for batch in batches():
-        state, _ = trainer.step(state, batch)
+    state, _ = trained(trainer, trainer.init(initial()), batches())
     return to_numpy(trainer.params(state))
 
 
 def train_on_rank(name, optimizer, weights):
-    """The same of a rank of torchref."""
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
     module, wrap = from_numpy(weights, Net()), torchref.STRATEGIES[name]
     if name == "zero3":
@@ -86,14 +85,7 @@ def train_on_rank(name, optimizer, weights):
 QUICK = (("bucketed", "momentum"), ("zero1", "adamw"), ("zero3", "adamw"))
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        pytest.param(name, optimizer, marks=() if (name, optimizer) in QUICK else pytest.mark.full)
-        for name in ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
-        for optimizer in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize(("name", "optimizer"), mostly_full(QUICK, itertools.product(jaxddp.STRATEGIES, OPTIMIZERS)))
 def test_autocast_is_the_compute_dtype(ranks, name, optimizer):
     options = {"min_shard_elements": 0} if name == "zero3" else {}
     ours = train_in_jax(name, optimizer, options, compute_dtype=jnp.bfloat16)

@@ -142,7 +142,7 @@ MUTANTS = {
     # model state and numbers that are not finite
     "a model state that was infinite before counts": Mutant(
         _STATE, "(jnp.isfinite(before) & ~jnp.isfinite(after)).any()", "(~jnp.isfinite(after)).any()",
-        (f"{_OUTSIDERS}a_model_state_that_was_infinite_before_is_no_reason_to_stop",),
+        ("jaxddp/training/nonfinite_test.py::test_a_model_state_that_no_longer_is_finite_counts_too",),
     ),
     "a model state that became infinite does not count": Mutant(
         _STEP, "is_finite &= ~became_nonfinite(new.model_state, state.model_state)", "pass",

@@ -27,7 +27,7 @@ def check(cases: Sequence[Case], ranks, differences):
             "torchref - torch on one process": largest_difference(theirs, in_torch),
             "jaxddp - torchref": largest_difference(ours, theirs),
         }
-        differences.add(case, found, largest_difference(ours, weights), atol, reason)
+        differences.append(case._asdict() | found | {"atol": atol, "reason": reason})
         for name in weights:
             moved = largest_difference({name: ours[name]}, {name: weights[name]})
             # An unused parameter's gradient is zero: only weight decay moves it.

@@ -10,6 +10,7 @@ import pytest
 import jaxddp
 from jaxddp import plain
 from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.comparison_test import mostly_full
 from jaxddp.models import build
 
 from . import jax_side
@@ -35,24 +36,16 @@ def initial_params():
 
 
 def start(name, tx, num_ranks, **options):
-    """The initial state and the step of a plain strategy on the toy."""
     loss_fn, _ = build("toy", layer=plain.layer)
     return getattr(plain, name)(loss_fn, tx, initial_params(), jaxddp.data_mesh(num_ranks), **options)
 
 
-QUICK = {(name, 4, "adamw") for name in STRATEGIES} | {
-    ("naive", 1, "sgd"),
-    ("zero3", 2, "sgd"),
-}
+QUICK = {(name, 4, "adamw") for name in STRATEGIES} | {("naive", 1, "sgd"), ("zero3", 2, "sgd")}
 PRODUCT = itertools.product(STRATEGIES, (1, 2, 4), ("sgd", "adamw"))
 
 
-@pytest.mark.parametrize(
-    "name, num_ranks, optimizer",
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full) for case in PRODUCT],
-)
+@pytest.mark.parametrize("name, num_ranks, optimizer", mostly_full(QUICK, PRODUCT))
 def test_the_plain_ones_end_where_one_device_does(name, num_ranks, optimizer, ranks):
-    """As the packages' own strategies do: parity_test."""
     options = STRATEGIES[name]
     with jax.enable_x64(True):
         weights = to_numpy(initial_params())

@@ -9,7 +9,6 @@ from torchref.launch import shared_pool
 
 
 def profiled(folder):
-    """Three reductions of each of two sizes on Gloo, and a product, under torch's profiler."""
     small, large, square = torch.ones(1000), torch.ones(2**20), torch.ones(64, 64)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for tensor in (small, large) * 3:

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from benchmarks.__main__ import make_parser
 from benchmarks.registry import BENCHMARKS
 from jaxddp.cli.parser import Parser
+from jaxddp.conftest import free_port
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -42,12 +42,6 @@ def program(page):
     for start, code in blocks(page, "python"):
         lines += [""] * (start - len(lines)) + code.splitlines()
     return "\n".join(lines)
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def test_every_python_block_runs_and_the_tour_prints_what_it_says():

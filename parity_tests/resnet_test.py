@@ -17,6 +17,7 @@ from torch import nn
 import jaxddp
 import torchref
 from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.comparison_test import compiled_as_planned
 from jaxddp.flax import from_nnx
 from torchref.interop import from_numpy
 from torchref.train import local_rows
@@ -114,18 +115,11 @@ def train_in_jax(strategy, optimizer, axis_name=None):
     with jax.enable_x64(True):
         model = FlaxNet(axis_name)
         loss_fn, params, model_state = from_nnx(model, flax_loss)
-        trainer = jaxddp.Trainer(
-            loss_fn,
-            OPTIMIZERS[optimizer][0](),
-            strategy,
-            jaxddp.data_mesh(NUM_RANKS),
-            has_state=True,
-            state_sync="first",
-        )
+        tx, mesh = OPTIMIZERS[optimizer][0](), jaxddp.data_mesh(NUM_RANKS)
+        trainer = jaxddp.Trainer(loss_fn, tx, strategy, mesh, has_state=True, state_sync="first")
         initial = to_numpy(params)
         state = trainer.init(params, model_state=model_state)
-        program = trainer.compile(state, batches()[0])
-        assert jaxddp.gradient_collectives(program) == sorted(trainer.planned(state, batches()[0]))
+        compiled_as_planned(trainer, state, batches()[0])
         for batch in batches():
             state, _ = jax.block_until_ready(trainer.step(state, batch))
         nnx.update(model, trainer.params(state), trainer.model_state(state))
@@ -144,7 +138,6 @@ def make_net(weights):
 
 
 def train_on_rank(name, options, optimizer, weights):
-    """The same of a rank of torchref."""
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
     module, wrap = make_net(weights), torchref.STRATEGIES[name]
     if wrap.owns_optimizer:

@@ -97,9 +97,6 @@ def make_other_optimizers(name):
         assert refused(make, said, "as in rank 0")
 
 
-# Tests
-
-
 @pytest.mark.parametrize("name", ["naive", "zero1", "zero3"])
 def test_modules_that_differ_are_refused(ranks, name):
     ranks.run(wrap_other_modules, name, num_ranks=2)

@@ -25,8 +25,6 @@ class Counts(nn.Module):
 
 
 class Grows(nn.Module):
-    """A table that grows with the inputs."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.zeros(2))
@@ -85,9 +83,6 @@ def change_shapes(name):
         net(rows(0)).sum().backward()
         said = refused(net.finish_gradient_synchronization, "buffer '0.table'", "broadcast_buffers")
         assert bool(said) == broadcasts
-
-
-# Tests
 
 
 @pytest.mark.parametrize("name", ["flat", "bucketed", "zero2", "zero3"])

@@ -104,7 +104,6 @@ def another_order():
 
 
 def an_optimizer_made_first():
-    """It trains as on one process."""
     torch.manual_seed(0)
     module = nn.Linear(4, 2, dtype=torch.float64)
     alone = copy.deepcopy(module)
@@ -127,7 +126,6 @@ def check_weights(net, alone):
 
 
 def check_a_step(net, forward, alone):
-    """Against one process."""
     tx = optimizer_of(net)
     forward(rows()[dist.get_rank() :: 2]).square().sum().backward()
     net.finish_gradient_synchronization()
@@ -143,7 +141,6 @@ def mlp():
 
 
 def halved(name):
-    """Hooks on the parameters, put there after wrapping, halve each gradient; against one process."""
     module, alone = mlp(), mlp()
     net = wrap(name, module)
 
@@ -195,9 +192,6 @@ def gradients_of_gradients():
     net = torchref.ZeRO1(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
     net(torch.ones(1, 3)).sum().backward(create_graph=True)
     net.finish_gradient_synchronization()
-
-
-# In the test process
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,6 @@ def refused(use, *words, kinds=(RuntimeError, ValueError)):
 
 
 class Fails(torch.autograd.Function):
-    """Passes on, and fails in the backward."""
-
     @staticmethod
     def forward(ctx, x):
         return x.clone()
@@ -273,9 +271,6 @@ def change_after_wrapping(name):
         assert refused(one_pass, f"parameter '{parameter}", "after wrapping: wrap the module anew")
 
 
-# Tests
-
-
 @pytest.mark.parametrize("check", [drop_passes, finish, clear_the_module, passes_beside, clip, change_after_wrapping])
 @wrappers
 def test_it_is_right_or_refused(ranks, name, check):
@@ -297,8 +292,6 @@ def test_what_reentrant_checkpoints_compute_twice_is_refused(ranks):
 
 
 class Lion(torch.optim.Optimizer):
-    """Element-wise, without a word of it."""
-
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -309,20 +302,16 @@ class Lion(torch.optim.Optimizer):
 
 
 class Declared(Lion):
-    """Says that it is."""
-
     elementwise = True
 
 
 def hooked(params, lr):
-    """With a hook of its own, which sees shards."""
     tx = torch.optim.SGD(params, lr=lr)
     tx.register_step_pre_hook(lambda optimizer, *_: [one.grad.div_(2) for one in params])
     return tx
 
 
 def scheduled(params, lr):
-    """SGD under a schedule, which wraps its step."""
     tx = torch.optim.SGD(params, lr=lr)
     torch.optim.lr_scheduler.StepLR(tx, 1)
     return tx

@@ -18,7 +18,6 @@ def trainer_of(strategy):
 
 
 def flipped(strategy, place, faulty):
-    """Flips the lowest bit of one element on some ranks, and gives what the check says on this one."""
     trainer = trainer_of(strategy)
     module = trainer.net.module
     trainer.step({"x": torch.randn(6, 3, generator=torch.Generator().manual_seed(dist.get_rank()))})

@@ -25,8 +25,6 @@ def mlp(seed=0):
 
 
 class Branches(nn.Module):
-    """Two branches, of which a forward uses one."""
-
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
@@ -132,18 +130,12 @@ def bad_input():
     for call, message in (
         (lambda: torchref.make_strategy("zero9", mlp()), "unknown strategy 'zero9': one of naive, flat, overlapped"),
         (lambda: torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None), r"bucket_mb \(=1\) and bucket_size_mb \(=None\)"),
-        (
-            lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25),
-            "BucketedDDP has no option bucket_cap_mb; caps",
-        ),
+        (lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25), "BucketedDDP has no option bucket_cap_mb; caps"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     plans = [torchref.BucketedDDP(mlp(), **{cap: 0.001}).plan for cap in ("bucket_mb", "bucket_size_mb")]
     assert plans[0] == plans[1] and len(plans[0].buckets) > 1
-
-
-# In the test process
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

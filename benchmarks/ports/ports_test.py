@@ -5,13 +5,10 @@ import pytest
 
 from benchmarks.benchmark import Case, NotRun
 from benchmarks.ports.measure import PROGRAMS, compare, measure, num_lines
+from jaxddp.comparison_test import mostly_full
 
-QUICK = ("flax_mnist", "cs336_naive")
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.full) for one in PROGRAMS]
-)
+@pytest.mark.parametrize("name", mostly_full(("flax_mnist", "cs336_naive"), PROGRAMS))
 def test_port(name):
     try:
         (row,) = measure(Case(name, PROGRAMS[name]), print)

@@ -31,7 +31,6 @@ TOY = TrainingSetup(
 
 @pytest.fixture(scope="module")
 def rows():
-    """Those of both frameworks, which take turns in two processes."""
     return TOY.ranks.run(train, TOY, in_jax=True, say=print)
 
 

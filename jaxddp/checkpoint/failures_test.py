@@ -55,9 +55,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".writer")
 
 
-# Writing
-
-
 def test_the_last_ones_are_kept_and_only_what_this_program_wrote_is_removed(tmp_path, trainer):
     for name in ("1", "2", "3/state", "007", "notes", "x.partial"):
         (tmp_path / name).mkdir(parents=True)
@@ -154,9 +151,6 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
     assert names_in(tmp_path) == ["1", "3"]
 
 
-# Reading
-
-
 @pytest.mark.parametrize("part", ["about.json", "state.npz"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, part):
     save(tmp_path, trainer, 1, 2)
@@ -176,7 +170,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, pa
 
 
 def damage(checkpoint, rng):
-    """Changes something in a checkpoint as disks, people and other programs do."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     path = rng.choice(files)
     data, kind = path.read_bytes(), rng.choice([*range(9), *range(10, 14)])

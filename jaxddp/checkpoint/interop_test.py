@@ -8,26 +8,12 @@ from flax import nnx
 
 from jaxddp.checkpoint.interop import from_numpy, to_numpy
 from jaxddp.comparison_test import refusal
-from jaxddp.models import build
-
-
-def same(first, second):
-    """Whether two trees have equal structures, dtypes and values; tree.map itself refuses unequal structures."""
-    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool(jnp.array_equal(a, b)), first, second))
-
-
-@pytest.mark.parametrize("name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny"])
-def test_models_come_back_bit_for_bit(name):
-    params = build(name)[1]
-    arrays = to_numpy(params)
-    assert all(array.flags.c_contiguous and array.flags.writeable for array in arrays.values())
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    assert same(from_numpy(arrays, shapes), params)
 
 
 def test_nothing_is_shared_with_the_arrays_given_or_returned():
     params = {"own": jnp.zeros(64)}
     arrays = to_numpy(params)
+    assert arrays["own"].flags.c_contiguous
     arrays["own"][:] = 1.0
     assert not params["own"].any()
     # jax.device_put takes over NumPy's memory where it starts at a multiple of 64 bytes: the hardest case.
@@ -79,14 +65,7 @@ def nnx_params(module, *args, **options):
         (np.zeros(2), "a leaf without a name"),
         (nnx.state(nnx.BatchNorm(2, rngs=nnx.Rngs(0))), "'mean' is a BatchStat, not a Param; 'var' is a BatchStat"),
         # Kernels of attention have three dimensions, as those of convolutions: they are refused, not transposed.
-        (
-            nnx_params(nnx.MultiHeadAttention, num_heads=2, in_features=8, use_bias=True, decode=False),
-            "'query.kernel' ",
-        ),
-        (
-            nnx_params(nnx.MultiHeadAttention, num_heads=2, in_features=8, use_bias=False, decode=False),
-            "'query.kernel' ",
-        ),
+        (nnx_params(nnx.MultiHeadAttention, num_heads=2, in_features=8, decode=False), "'query.kernel' "),
         (nnx_params(nnx.LinearGeneral, 8, (2, 4)), "'kernel' "),
     ],
 )
@@ -100,9 +79,6 @@ def test_a_module_and_an_abstract_tree_are_refused_where_values_are_needed():
     assert "not a shape alone: 'a'" in refusal(to_numpy, {"a": jax.ShapeDtypeStruct((2,), np.float32)})
 
 
-def test_attention_of_matrices_and_convolutions_pass():
+def test_attention_of_matrices_passes():
     matrices = {name: {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)} for name in ("query", "key", "value", "out")}
     assert {array.shape for array in to_numpy(matrices).values()} == {(6, 4), (6,)}
-    conv = nnx_params(nnx.Conv, 3, 5, (7,))
-    assert to_numpy(conv)["weight"].shape == (5, 3, 7)
-    assert isinstance(to_numpy(conv)["bias"], np.ndarray)

@@ -7,15 +7,8 @@ import jax
 
 from jaxddp.checkpoint import folder
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.checkpoint.checkpoints_test import (
-    BATCH,
-    advance,
-    assert_close,
-    dict_of,
-    make_params,
-    trainer_of,
-    uninterrupted,
-)
+from jaxddp.checkpoint.checkpoints_test import BATCH, advance, dict_of, make_params, trainer_of, uninterrupted
+from jaxddp.comparison_test import assert_near
 from jaxddp.mesh_test import run_workers
 
 NUM_PROCESSES = 2
@@ -75,9 +68,9 @@ def test_processes_save_and_restore_as_one(tmp_path):
             assert checkpoints.about(step)["strategy"] == strategy
             state, position = checkpoints.restore(trainer, make_params(), step=step)
             assert position == step * BATCH
-            assert_close(dict_of(trainer, state), uninterrupted(step))
+            assert_near(dict_of(trainer, state), uninterrupted(step))
         state, _ = advance(trainer, state, position, 1)
-        assert_close(dict_of(trainer, state), uninterrupted(4))
+        assert_near(dict_of(trainer, state), uninterrupted(4))
 
 
 SEES_OTHERS = """

@@ -16,6 +16,7 @@ from jaxddp.cli import train_program
 from jaxddp.cli.interrupts import SIGNALS, Signalled
 from jaxddp.cli.train import StepReport, TrainOptions
 from jaxddp.cli.train_program import train
+from jaxddp.comparison_test import refusal
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 from jaxddp.training.replicas_test import flip
 
@@ -26,7 +27,6 @@ STEPS = r"checkpoints in .*: steps (.*)$"
 
 @pytest.fixture
 def small(monkeypatch):
-    """Makes options of a run that takes little more than compiling."""
     monkeypatch.setitem(SIZES, "small_bytes", SMALL)
     values = {"model": "small_bytes", "devices": 2, "batch_size": 8, "optimizer": "sgd", "checkpoint_every": 0}
     return lambda **changes: TrainOptions(**{**values, **changes})
@@ -37,18 +37,6 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"A strategy is what its compiled program does. " * 200)
     return str(path)
-
-
-def test_training_lowers_the_loss(small, text):
-    lines: list[str] = []
-    options = small(steps=40, optimizer="adamw", learning_rate=1e-2, data=text, checkpoint_every=10)
-    reports = train(options, lines.append)
-    assert [report.step for report in reports] == list(range(1, 41))
-    assert [report.step for report in reports if report.validation_loss is not None] == [10, 20, 30, 40]
-    # Untrained, a byte is one of 256: ln 256 = 5.55. One sentence over and over is soon known: 0.4 seen.
-    assert 5 < reports[0].loss < 7 and reports[-1].loss < 1.5 and reports[-1].validation_loss < 1.5
-    on = f"2 simulated CPU devices on {os.cpu_count()} cores"
-    assert lines[0] == f"small_bytes ({SMALL.num_params:,} parameters) on {on}, bucketed"
 
 
 def test_options_reach_the_trainer(small, text, monkeypatch):
@@ -88,9 +76,6 @@ def test_weights_are_read_from_a_file(small, tmp_path, text):
     assert losses[0] == train(small(steps=1, data=text))[0].loss != losses[1]
 
 
-# Checkpoints
-
-
 def bigram_loss(params, batch):
     logits = params["embedding"][batch["tokens"]] @ params["head"]
     return cross_entropy(logits, batch["targets"])
@@ -116,7 +101,6 @@ def trainer_of_one(optimizer):
 
 
 def saved_state(folder, step, optimizer=None):
-    """The leaves of a checkpoint, whoever saved it."""
     trainer, params = trainer_of_one(optimizer or optax.sgd(0.1))
     with jaxddp.Checkpoints(folder) as checkpoints:
         state, _ = checkpoints.restore(trainer, params, step=step)
@@ -156,20 +140,19 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
     other.write_bytes(b"Another text. " * 200)
     edited.write_bytes(b"A strategy is what its compiled program did. " * 200 + b"." * 200)
     for changes, reason in [
-        ({"resume": False}, r"holds step 3: resume, or another folder"),
-        ({"seed": 1}, r"seed \(=1\) must be 0, as in the checkpoint"),
-        ({"data": str(other)}, r"text_bytes \(=2800\) must be 9200, as in the checkpoint"),
-        ({"data": str(edited)}, r"text_crc32 \(=\d+\) must be \d+, as in the checkpoint"),
-        ({"batch_size": 16}, r"batch_size \(=16\) must divide the examples taken \(=24\)"),
+        ({"resume": False}, "holds step 3: resume, or another folder"),
+        ({"seed": 1}, "seed (=1) must be 0, as in the checkpoint"),
+        ({"data": str(other)}, "text_bytes (=2800) must be 9200, as in the checkpoint"),
+        ({"data": str(edited)}, "text_crc32 (="),
+        ({"batch_size": 16}, "batch_size (=16) must divide the examples taken (=24)"),
         ({"optimizer": "adam"}, "is of another optimizer: "),
     ]:
-        with pytest.raises(ValueError, match=reason):
-            train(run(**{"steps": 5, "resume": True, **changes}))
+        assert reason in refusal(train, run(**{"steps": 5, "resume": True, **changes}))
     trainer, params = trainer_of_one(optax.sgd(0.1))
     with jaxddp.Checkpoints(tmp_path / "foreign") as checkpoints:
         checkpoints.save(trainer, trainer.init(params), data_position=17)
-    with pytest.raises(ValueError, match=r"data_position \(=17\) of the checkpoint must be one of this program"):
-        train(bigram(checkpoint=str(tmp_path / "foreign"), resume=True))
+    found = refusal(train, bigram(checkpoint=str(tmp_path / "foreign"), resume=True))
+    assert "data_position (=17) of the checkpoint must be one of this program" in found
     assert names_in(tmp_path) == ["3", "foreign"]
 
 
@@ -177,11 +160,7 @@ def test_a_complete_run_takes_no_more_steps(bigram, tmp_path):
     run = partial(bigram, checkpoint=str(tmp_path), resume=True)
     train(run(steps=3))
     assert train(run(steps=2), on_step=pytest.fail) == []
-    with pytest.raises(ValueError, match=r"seed \(=1\) must be 0"):  # it is another run that is complete
-        train(run(steps=3, seed=1))
-
-
-# Numbers that are not finite
+    assert "seed (=1) must be 0" in refusal(train, run(steps=3, seed=1))  # it is another run that is complete
 
 
 @pytest.fixture
@@ -246,13 +225,10 @@ def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, tmp_path, monke
     assert names_in(tmp_path) == ["3"]
 
 
-# Disks and signals
-
-
 def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):
     def second(report):
-        with pytest.raises(ValueError, match=f"is being written to by process {os.getpid()} on "):
-            jaxddp.Checkpoints(tmp_path).reserve()
+        found = refusal(jaxddp.Checkpoints(tmp_path).reserve)
+        assert f"is being written to by process {os.getpid()} on " in found
 
     train(bigram(steps=1, checkpoint=str(tmp_path)), on_step=second)
 

@@ -26,22 +26,16 @@ TRAIN = [sys.executable, "-m", "jaxddp", "train"]
 
 BAD_INPUT = {
     "": "the following arguments are required: COMMAND",
-    "fly": "argument COMMAND: invalid choice: 'fly'",
     "train --strategy fast": "unknown strategy 'fast': one of ",
-    "train --strategy flat --bucket-mb 3": "strategy 'flat' has no buckets: leave out bucket_mb (=3)",
-    "train --bucket-mb nan": "bucket_mb (=nan) must be a positive number of MiB",
     "train --model tiny": "model (='tiny') must be one that reads bytes: byte, ",
     "train --model byte_shallow --devices 1 --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
     "train --data /no/where": "data path '/no/where' must be a regular file",
-    "train --devices 0": "devices (=0) must be a positive integer",
     "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
     "train --seed -1": "seed (=-1) must be at least 0 and below 2^31",
     "train --optimizer lion": "argument --optimizer: invalid choice: 'lion' (choose from ",
-    "train --learning-rate inf": "learning_rate (=inf) must be a positive finite number",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
     "train --max-restarts 1 --checkpoint ck": "max_restarts (=1) must come with resume where there is a checkpoint",
     "train --max-restarts 1": "max_restarts (=1) must come with processes",
-    "train --checkpoint-every -1": "checkpoint_every (=-1) must be a non-negative integer",
     "train --checkpoint=": "argument --checkpoint: must not be empty",
     # 16 devices, where this process has started with 8.
     "train --devices 16": "num_ranks (=16) must be at most the number of devices (=8 cpu)",
@@ -80,6 +74,7 @@ def test_program_in_a_pipe():
     assert (result.returncode, result.stderr) == (0, "")
     losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
     assert len(losses) == 6 and losses[0] > 5 and min(losses[1:]) < losses[0] - 1
+    assert re.findall(r"^step (\d)/6 .* validation ", result.stdout, re.M) == ["3", "6"]
     summary = dict(re.findall(r"^(\w+(?: time)?)  +(.*)$", result.stdout, re.M))
     size = 4 * SIZES["byte_shallow"].num_params / 2**20
     assert summary["collectives"] == f"planned 2 all-reduces, {size:.1f} MiB per step; compiled: the same"
@@ -103,11 +98,10 @@ def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
     assert first.endswith("compiled: 1 all-reduce, 4.0 MiB per step, NOT AS PLANNED")
 
 
-def signalled_at_its_first_step(arguments, number):
+def signalled_at_its_first_step(arguments, number, framework="jaxddp"):
     """Status, output and errors of a run that gets a signal once its first step is shown."""
-    with subprocess.Popen(
-        [*TRAIN, *arguments.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", framework, "train", *arguments.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -121,7 +115,6 @@ def signalled_at_its_first_step(arguments, number):
 
 
 def restored(folder, strategy, num_ranks):
-    """Step, position and parameters of the newest checkpoint."""
     loss_fn, params = build("byte_shallow")
     optimizer = optax.adamw(1e-3, weight_decay=0.01)
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num_ranks))
@@ -156,11 +149,11 @@ def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, sta
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, num_processes, number):
+@pytest.mark.parametrize(("framework", "num_processes"), [("jaxddp", 1), ("jaxddp", 2), ("torchref", 2)])
+def test_a_signal_ends_a_run_of_any_processes_once_it_is_saved(tmp_path, framework, num_processes, number):
     arguments = f"--steps 100000 --batch-size 2 --model byte_shallow --checkpoint {tmp_path}/ck"
     arguments += f" --processes {num_processes}" if num_processes > 1 else " --devices 1"
-    status, output, error = signalled_at_its_first_step(arguments, number)
+    status, output, error = signalled_at_its_first_step(arguments, number, framework)
     output += error
     assert status == 128 + number
     steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
@@ -200,11 +193,3 @@ def test_a_run_that_loses_a_process_is_started_again_and_ends_as_one_that_did_no
     )
     assert step == other == 16
     jax.tree.map(np.testing.assert_array_equal, whole, found)
-
-
-@pytest.mark.full
-def test_a_folder_that_cannot_be_written_ends_the_run_with_one_line():
-    arguments = "--steps 3 --devices 1 --batch-size 1 --model byte_shallow --checkpoint /proc/self/task"
-    result = subprocess.run([*TRAIN, *arguments.split()], capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 2
-    assert re.fullmatch(r"error: \[Errno \d+\] [^\n]*'/proc/self/task/\.writer'\n", result.stderr)

@@ -1,5 +1,4 @@
 import math
-import time
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +51,6 @@ def test_counts_of_the_171m_model():
     assert len(backward) == 147
     assert sum(spec.num_elements for spec in backward) == 171_098_880
     assert [len(plan_buckets(backward, mib).buckets) for mib in (1, 10, 25, 100, 1000)] == [147, 66, 34, 7, 1]
-    torchs = [plan_buckets(backward, [1, mib], rule="torch") for mib in (1, 10, 25, 100, 1000)]  # first bucket 1 MiB
-    assert [len(plan.buckets) for plan in torchs] == [114, 34, 23, 7, 2]
     default = plan_all_reduces(backward)
     assert (default.names[0], default.buckets[-1].tensors) == ("head.kernel", (backward[-1],))  # the embedding alone
     assert len(default.buckets) == 11 and max(bucket.num_bytes for bucket in default.buckets) <= default.num_bytes / 8
@@ -75,15 +72,6 @@ def test_the_caps_of_all_reduces_grow_fourfold_to_an_eighth():
     tensors = [TensorSpec(f"{index}", (2**18,), "float32") for index in range(4000)]  # 1 MiB each
     sizes = [len(bucket) for bucket in names(plan_all_reduces(tensors))]
     assert sizes == [1, 25, 100, 400, *[500] * 6, 474]
-
-
-def test_ten_thousand_tensors_plan_in_well_under_a_second():
-    tensors = [TensorSpec(f"layers.{i}.kernel", (64, 64), "float32") for i in range(10_000)]
-    start = time.process_time()
-    plan = plan_buckets(tensors, 1)
-    assert time.process_time() - start < 0.5  # 0.03 s where this was written
-    assert len(plan.names) == 10_000
-    assert len(plan.buckets) == math.ceil(10_000 / 64)
 
 
 def test_bad_input():

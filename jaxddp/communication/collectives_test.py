@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
+from jaxddp.communication.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from jaxddp.comparison_test import refusal
 from jaxddp.mesh import data_mesh
 
@@ -25,14 +26,8 @@ def on_ranks(fn, per_rank, how="vma"):
     """Runs ``fn(x, axis)`` on every rank; the ranks' results, stacked."""
     if how == "pmap":
         return jax.pmap(lambda x: fn(x, "data"), axis_name="data")(per_rank)
-    mapped = jax.shard_map(
-        lambda x: fn(x[0], "data")[None],
-        mesh=data_mesh(len(per_rank)),
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=how == "vma",
-    )
-    return jax.jit(mapped)(per_rank)
+    options = {"mesh": data_mesh(len(per_rank)), "in_specs": P("data"), "out_specs": P("data")}
+    return jax.jit(jax.shard_map(lambda x: fn(x[0], "data")[None], check_vma=how == "vma", **options))(per_rank)
 
 
 def assert_same(actual, expected):
@@ -56,10 +51,8 @@ def test_every_primitive_gives_the_ranks_what_its_equation_says(num_ranks, how):
     assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root), x, how), jnp.stack([x[root]] * num_ranks))
     assert_same(on_ranks(lambda x, axis: reduce(x, axis, root), x, how), jnp.where(off_root, 0, total).astype(x.dtype))
     # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
-    assert_same(
-        on_ranks(lambda x, axis: send_recv(x, axis, [(0, root)]), x, how),
-        jnp.where(off_root, 0, x[0]).astype(x.dtype),
-    )
+    sent = on_ranks(lambda x, axis: send_recv(x, axis, [(0, root)]), x, how)
+    assert_same(sent, jnp.where(off_root, 0, x[0]).astype(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,18 +90,16 @@ def test_empty_arrays_come_back_empty(shape, how):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_input_is_every_ranks_own(check_vma):
     def all_of_them(x):
-        return all_reduce(x, "data"), reduce_scatter(x, "data"), all_gather(x, "data"), broadcast(x, "data")
+        library = all_reduce(x, "data"), reduce_scatter(x, "data"), all_gather(x, "data"), broadcast(x, "data")
+        return *library, ring_reduce_scatter(x, "data"), ring_all_gather(x, "data"), ring_all_reduce(x, "data")
 
     x = jnp.arange(4.0)
-    run = jax.shard_map(
-        all_of_them,
-        mesh=data_mesh(4),
-        in_specs=P(),
-        # Both are known to be replicated, so P() must be accepted under check_vma.
-        out_specs=(P(), P("data"), P("data"), P()),
-        check_vma=check_vma,
-    )
-    summed, scattered, gathered, same = jax.jit(run)(x)
+    # The first and the fourth are known to be replicated, so P() must be accepted under check_vma.
+    specs = {"in_specs": P(), "out_specs": (P(), P("data"), P("data"), P(), *[P("data")] * 3)}
+    run = jax.shard_map(all_of_them, mesh=data_mesh(4), check_vma=check_vma, **specs)
+    summed, scattered, gathered, same, *of_ring = jax.jit(run)(x)
+    for found, right in zip(of_ring, (4 * x, jnp.tile(x, 16), jnp.tile(4 * x, 4)), strict=True):
+        assert_same(found, right)
     assert_same(summed, 4 * x)
     assert_same(scattered, 4 * x)
     assert_same(gathered, jnp.tile(x, 16))
@@ -129,15 +120,15 @@ def test_replicated_input_is_every_ranks_own(check_vma):
 def test_each_primitive_is_one_collective(fn, opcode):
     mapped = jax.shard_map(lambda x: fn(x, "data"), mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
     program = jax.jit(mapped).lower(jnp.zeros((64, 2))).compile().as_text()
-    assert program is not None
     found = re.findall(r" (all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)\(", program)
     assert found == [opcode]
 
 
 def test_errors_name_the_value_and_the_rule():
     x = jnp.zeros((4, 10))
-    assert "dimension 0 (=10) must be divisible by num_ranks (=4)" in refusal(on_ranks, reduce_scatter, x)
-    for needs_dimension_0 in (reduce_scatter, all_gather):
+    for cuts in (reduce_scatter, ring_reduce_scatter):
+        assert "dimension 0 (=10) must be divisible by num_ranks (=4)" in refusal(on_ranks, cuts, x)
+    for needs_dimension_0 in (reduce_scatter, all_gather, ring_reduce_scatter, ring_all_gather):
         assert "shape (=()) must have a dimension 0" in refusal(on_ranks, needs_dimension_0, x[:, 0])
     for rooted in (broadcast, reduce):
         for root in (4, -1):

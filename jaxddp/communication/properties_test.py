@@ -10,7 +10,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,6 @@ SHAPES = st.lists(st.integers(0, 5) | st.sampled_from([7, 13]), max_size=4).map(
 
 
 def tensors_of(dtypes=DTYPES, shapes=SHAPES, max_size=12):
-    """Lists of TensorSpec with names of their own."""
     kinds = st.lists(st.tuples(shapes, st.sampled_from(dtypes)), max_size=max_size)
     return kinds.map(lambda found: [TensorSpec(f"t{index}", *kind) for index, kind in enumerate(found)])
 
@@ -39,7 +37,6 @@ CAPS = st.none() | st.just("default") | BYTES | st.lists(BYTES, min_size=1, max_
 
 
 def values_of(tensors):
-    """Small whole numbers, no two tensors alike."""
     found = {}
     for index, tensor in enumerate(tensors):
         found[tensor.name] = (np.arange(tensor.num_elements) % 7 + index % 5).reshape(tensor.shape)
@@ -54,7 +51,6 @@ def assert_same(found, expected):
 
 
 def numpy_for(*modules):
-    """Lets modules compute with NumPy."""
     names = ("concatenate", "pad", "split", "where", "arange")
     numpy = types.SimpleNamespace(**{name: getattr(np, name) for name in names}, issubdtype=jnp.issubdtype)
     patches = ExitStack()
@@ -168,26 +164,3 @@ def test_what_lies_on_a_rank_is_that_ranks_shard(which):
     placed = jax.device_put(which.to_global(tensor), NamedSharding(mesh, which.spec("data")))
     for rank, shard in enumerate(placed.addressable_shards):
         np.testing.assert_array_equal(shard.data, which.local_shard(tensor, rank))
-
-
-TREES = st.recursive(
-    st.tuples(SHAPES.filter(lambda shape: 0 not in shape), st.sampled_from(["float32", "bfloat16", "float16"])),
-    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, min_size=1),
-    max_leaves=6,
-)
-
-
-@settings(FIXED, max_examples=4)
-@given(st.dictionaries(st.sampled_from("wxyz"), TREES, min_size=1), st.sampled_from(sorted(jaxddp.STRATEGIES)),
-       st.integers(1, 8))  # fmt: skip
-def test_parameters_of_any_tree_come_back_from_a_trainer(tree, strategy, num_ranks):
-    def leaf(kind):
-        shape, dtype = kind
-        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype))
-
-    params = jax.tree.map(leaf, tree, is_leaf=lambda node: isinstance(node, tuple))
-    trainer = jaxddp.Trainer(lambda p, batch: jnp.mean(batch), optax.sgd(0.1), jaxddp.STRATEGIES[strategy](),
-                             jaxddp.data_mesh(num_ranks))  # fmt: skip
-    found = trainer.params(trainer.init(params))
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, found, params)

@@ -63,9 +63,3 @@ def test_damaged_texts():
 def test_a_minute_of_damaged_texts():
     for seed in fuzz_seeds("damaged texts"):
         check(seed, ALL)
-
-
-def test_something_else_than_a_program():
-    for found in (None, 3, len):
-        with pytest.raises(ValueError, match=r"^compiled \(=\w+\) must be a compiled program, .*, or its text$"):
-            read_schedule(found)

@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from jaxddp.instruments.hlo import parse_module, parts_of
+from jaxddp.comparison_test import refusal
+from jaxddp.instruments.hlo import parse_module
 from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
 
 ADD = """%add (a: f32[], b: f32[]) -> f32[] {
@@ -60,27 +61,6 @@ def test_an_instruction_is_taken_apart():
     assert y.attribute("window_strides") == "" == y.op_name
 
 
-def test_asynchronous_wrappers():
-    module = parse_module(
-        handmade(
-            "%x = f32[8]{0} parameter(0)",
-            '%s = ((f32[8]{0}), f32[1]{0}, u32[]) async-start(%x), async_execution_thread="parallel", calls=%wrapped',
-            "%u = ((f32[8]{0}), f32[1]{0}, u32[]) async-update(%s)",
-            "ROOT %d = f32[1]{0} async-done(%u)",
-            others=ADD
-            + "%wrapped (p: f32[8]) -> f32[1] {\n"
-            + "  %p = f32[8]{0} parameter(0)\n"
-            + "  ROOT %r = f32[1]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add\n"
-            + '}, execution_thread="parallel"\n\n',
-        )
-    )
-    lines = module.computations["main"]
-    assert lines["s"].called == ("wrapped",)
-    assert [inner.name for inner, _ in module.within(lines["s"], lines)] == ["s", "p", "r", "a", "b", "sum"]
-    assert module.computations["wrapped"]["r"].attribute("replica_groups") == "[1,8]<=[8]"
-    assert parts_of(lines["s"].shape) == ("(f32[8]{0})", "f32[1]{0}", "u32[]")
-
-
 def test_what_calls_what():
     lines = parse_entry(
         "%x = f32[] parameter(0)",
@@ -95,17 +75,11 @@ def test_what_calls_what():
     }  # fmt: skip
 
 
-def assert_refused(text, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        parse_module(text)
-    assert "\n" not in str(refused.value)
-
-
 def test_text_that_is_cut_off_anywhere():
     text = load_fixture("tpu-loop-jax0.10")
     end = text.rindex("}")
     for cut in range(0, end + 1, 7):
-        assert_refused(text[:cut], "cut off" if cut > 8 else "compiled HLO module")
+        assert ("cut off" if cut > 8 else "compiled HLO module") in refusal(parse_module, text[:cut])
     assert parse_module(text[: end + 1]) == parse_module(text)
 
 
@@ -125,4 +99,4 @@ X, Z = "%x = f32[] parameter(0)", "ROOT %z = f32[] negate(%x)"
     ],
 )
 def test_text_with_something_missing(text, message):
-    assert_refused(text, message)
+    assert re.search(message, refusal(parse_module, text))

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
+from jaxddp.comparison_test import refusal
 from jaxddp.instruments.inspect import inspect_steps, transformer_training
 from jaxddp.instruments.targets import TargetProgram
 from jaxddp.instruments.testdata import load_fixture
@@ -45,8 +47,6 @@ def test_memory_is_what_a_hand_computes(found):
         counted = sum(each.memory[name] for name in ("parameters", "optimizer_state", "batch"))
         assert 0 < stats.argument_size_in_bytes - counted <= 64
         assert each.memory["temporaries"] == stats.temp_size_in_bytes >= 4 * NUM_PARAMS  # at least the gradients
-        kept = stats.output_size_in_bytes - stats.alias_size_in_bytes  # the state takes the place of the last one
-        assert each.memory["peak"] == stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
 
 
 def test_the_bound_is_one_and_below_every_step(found):
@@ -114,8 +114,8 @@ LARGE = TransformerConfig(vocab=2500, context=1024, width=10_240, num_layers=2, 
 def test_a_step_too_large_says_by_how_much(compiles_to):
     assert LARGE.num_params == pytest.approx(SIZES["2.7b"].num_params, rel=1e-4)
     compiles_to(80_100_000_000)
-    with pytest.raises(ValueError, match=r"^a step of naive needs 80.1 GB .*: 0.1 GB too much"):
-        inspect_steps(["naive"], transformer_training(LARGE, 128), targets.target("h100:8"), Network(450))
+    step = ["naive"], transformer_training(LARGE, 128), targets.target("h100:8"), Network(450)
+    assert re.match(r"a step of naive needs 80.1 GB .*: 0.1 GB too much", refusal(inspect_steps, *step))
 
 
 def test_frozen_parameters_have_no_optimizer_state(compiles_to):
@@ -144,5 +144,4 @@ def test_frozen_parameters_have_no_optimizer_state(compiles_to):
 )
 def test_what_cannot_be_is_refused(strategies, options, message):
     training = transformer_training(CONFIG, 2)._replace(options={"num_microbatches": 2} if "auto" in strategies else {})
-    with pytest.raises(ValueError, match=f"^{message}"):
-        inspect_steps(strategies, training, TARGET, NETWORK, **options)
+    assert re.match(message, refusal(inspect_steps, strategies, training, TARGET, NETWORK, **options))

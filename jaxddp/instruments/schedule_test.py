@@ -148,12 +148,6 @@ def test_groups(printed, group):
     assert schedule.notes == ("collective c: group not understood, all devices are assumed",) * printed.endswith("V3")
 
 
-def test_kernel_strategy_and_name():
-    config = 'backend_config={"kernel_strategy":"KERNEL_STRATEGY_TRITON_ONE_SHOT"}'
-    found = single(op(f"%c = f32[16,4] all-reduce-start(%p), {ALL}", METRICS) + f", {config}").starts
-    assert (found.kernel, found.op_name, found.is_metrics) == ("TRITON_ONE_SHOT", f"jit(step)/{METRICS}", True)
-
-
 LOOP_BODY = computation(
     "body", "%m = f32[16,4] multiply(%x, %x)", op(f"%r = f32[16,4] all-reduce(%m), {ALL}", SYNC)
 ) + computation("cond", "%never = pred[] custom-call(%x)")

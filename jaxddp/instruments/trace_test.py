@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from jaxddp.comparison_test import refusal
 from jaxddp.instruments.trace import Event, Trace, read_trace
 
 
@@ -37,8 +38,7 @@ def test_curves_are_the_shortest_times_and_never_fall_with_the_size():
     events = [*reduced(2**10, 30, 20), *reduced(2**20, 90, 70), *reduced(2**24, 60), *reduced(None, 1)]
     events += reduced(2**10, 5, kind="all-gather")  # a single size is no curve
     assert Trace(tuple(events)).curves() == {"all-reduce": {"8": [(2**10, 20), (2**20, 60), (2**24, 60)]}}
-    with pytest.raises(ValueError, match="collectives of several known sizes"):
-        Trace(tuple(reduced(2**10, 5))).curves()
+    assert "collectives of several known sizes" in refusal(Trace(tuple(reduced(2**10, 5))).curves)
 
 
 def nccl(name, start_us, for_us, **args):
@@ -97,6 +97,4 @@ def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
 )
 def test_what_is_no_profile_is_one_line(tmp_path, name, content, message):
     (tmp_path / (name or "nothing")).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^profile \(=.*{name}\) {message}") as error:
-        read_trace(tmp_path / name)
-    assert "\n" not in str(error.value)
+    assert f"{name}) {message}" in refusal(read_trace, tmp_path / name)

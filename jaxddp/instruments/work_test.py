@@ -49,9 +49,7 @@ def matmul_flops(work):
         (["f32[8,4]"], "f32[8,4]{1,0} add(%p0, %p0)", 32, 128 + 128),  # read once
         (["bf16[10]"], "f32[10]{0} convert(%p0)", 0, 20 + 40),
         (["f32[10]", "f32[10]"], "pred[10]{0} compare(%p0, %p1), direction=LT", 10, 40 + 40 + 10),
-        (["f32[3,2]"], "f32[2,3]{1,0} transpose(%p0), dimensions={1,0}", 0, 24 + 24),
         (["f32[]"], "f32[6,5]{1,0} broadcast(%p0), dimensions={}", 0, 120),
-        (["f32[]"], "s32[7]{0} iota(), iota_dimension=0", 0, 28),
         (["f32[100]"], "f32[10]{0} slice(%p0), slice={[5:15]}", 0, 40 + 40),
         (["f32[1000,16]", "s32[4,1]"], "f32[4,16]{1,0} gather(%p0, %p1), slice_sizes={1,16}", 0, 256 + 256),
         (["f32[100]", "f32[10]", "s32[]"], "f32[100]{0} dynamic-update-slice(%p0, %p1, %p2)", 0, 40 + 40),
@@ -152,8 +150,6 @@ def test_asynchronous_work_is_that_of_its_start():
     start = "ROOT %y = ((f32[4]{0}), f32[4]{0}, u32[]) KIND-start(%p0), calls=%fused"
     assert work(p("f32[4]"), start.replace("KIND", "fusion"), others=twice) == Work({}, 8, 32)
     assert work(p("f32[4]"), start.replace("KIND", "async"), others=twice) == Work({}, 8, 64)
-    start = "ROOT %y = ((f32[100]{0}), f32[10]{0}, u32[]) slice-start(%p0), slice={[0:10]}"
-    assert work(p("f32[100]"), start) == Work({}, 0, 80)
 
 
 def test_memory_on_the_chip_of_a_tpu():
@@ -192,9 +188,6 @@ def test_products_of_two_precisions_and_a_convolution(name):
         F32: 2 * 4 * 32 * 96 * (6 * 3) * (16 * 3),
     }
     assert counter.notes == []
-
-
-# Matrix products and convolutions.
 
 
 def test_matrix_products():
@@ -273,11 +266,7 @@ def test_matrix_products_that_a_tpu_prints_as_convolutions():
         "ROOT %y = f32[96,2,8] convolution(%p0, %p1), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=b0f_i0o->b0f"
     )
     assert matmul_flops(work(p("f32[96,1,16]", "f32[16,2,8]"), line)) == 2 * 96 * 16 * 2 * 8
-    line = "ROOT %y = f32[96,8] convolution(%p0, %p1), dim_labels=bf_io->bf"
-    assert matmul_flops(work(p("f32[96,16]", "f32[16,8]"), line)) == 2 * 96 * 16 * 8
 
-
-# Loops.
 
 LOOP = "%cond () -> pred[] {\n  %s = (s32[]) parameter(0)\n  %i = s32[] get-tuple-element(%s), index=0\n" \
     "  %n = s32[] constant(11)\n  ROOT %r = pred[] compare(%i, %n), direction=LT\n}\n\n" \
@@ -310,7 +299,6 @@ def test_trips_that_are_counted(old, new, count):
         ("%one = s32[] constant(1)", "%one = s32[] parameter(0)"),  # starts anywhere
         ("%n = s32[] constant(11)", "%n = s32[] negate(%i)"),  # ends anywhere
         ("add(%i, %k)", "add(%i, %i)"),  # doubles
-        ("constant(3)", "constant(-3)"),
         ("direction=LT", "direction=NE"),
         ("ROOT %r = (s32[]) tuple(%j)", "ROOT %r = (s32[]) custom-call(%j)"),
     ],

@@ -6,13 +6,13 @@ Kills and stops at random moments are in ``parity_tests/faults_test.py``.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from jaxddp.conftest import free_port
 from jaxddp.processes.watchdog import STATUS
 
 NUM_PROCESSES, STEP = 3, 3
@@ -104,9 +104,7 @@ def run(tmp_path, program, fault, faulty=1):
     """Gives statuses, outputs, and by when after the fault each of the others had ended, in seconds."""
     script = tmp_path / "script.py"
     script.write_text(START + PROGRAMS[program] + LOOP)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, script, str(port), str(process), fault, str(faulty)],

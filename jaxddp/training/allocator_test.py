@@ -1,9 +1,8 @@
 import platform
-import subprocess
-import sys
 
 import pytest
 
+from jaxddp.conftest import run_python
 from jaxddp.training.allocator import keep_freed_memory
 
 PROGRAM = """
@@ -24,15 +23,10 @@ print(sorted(faults[10:])[10])  # the median step, once warm
 """
 
 
-def page_faults(argument):
-    run = subprocess.run([sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout)
-
-
 @pytest.mark.full
 def test_steps_stop_touching_new_pages():
     if platform.libc_ver()[0] != "glibc":
         assert not keep_freed_memory()
         return
-    assert page_faults("keep") < page_faults("give back") / 10
+    keep, give_back = (int(run_python(PROGRAM, argument)) for argument in ("keep", "give back"))
+    assert keep < give_back / 10

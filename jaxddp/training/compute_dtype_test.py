@@ -10,6 +10,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
+from jaxddp.comparison_test import compiled_as_planned, trained
 from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.strategy import Masters
 
@@ -138,8 +139,7 @@ def test_bytes_from_step_to_step(strategy):
 def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, dtype, grad_dtype, sum_bytes):
     trainer = make(mlp_loss, strategy, compute_dtype=dtype, grad_dtype=grad_dtype)
     state = trainer.abstract_state(mlp_params())
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, mlp_batch()))
-    assert compiled == sorted(trainer.planned(state, mlp_batch()))
+    compiled = compiled_as_planned(trainer, state, mlp_batch())
     gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
     summed = sum(num_bytes for kind, num_bytes in compiled if kind != "all-gather")
     assert summed == sum_bytes * NUM_ELEMENTS
@@ -155,8 +155,7 @@ def test_full_parameters_are_gathered_in_their_own_dtypes_whatever_that_of_gradi
     params = {name: leaf.astype(np.float16 if name == "second" else np.float32) for name, leaf in mlp_params().items()}
     trainer = make(mlp_loss, strategy, compute_dtype=None, grad_dtype=grad_dtype)
     state = trainer.abstract_state(params)
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, mlp_batch()))
-    assert compiled == sorted(trainer.planned(state, mlp_batch()))
+    compiled = compiled_as_planned(trainer, state, mlp_batch())
     gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
     again = strategy.name == "zero3"  # the second unit, for the backward
     assert gathered == (1 + again) * 2 * 16 * 16 + 4 * 2 * 8 * 16
@@ -168,16 +167,10 @@ def test_full_parameters_are_gathered_in_their_own_dtypes_whatever_that_of_gradi
     assert {name: leaf.dtype for name, leaf in state.params.items()} == {k: v.dtype for k, v in params.items()}
 
 
-def advance(trainer, state, steps):
-    for step in steps:
-        state, metrics = trainer.step(state, mlp_batch(step))
-    return state, float(metrics["loss"])
-
-
 def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_path):
     params = mlp_params()
     on_4, on_2 = make(mlp_loss, jaxddp.zero1()), make(mlp_loss, jaxddp.bucketed(), 2)
-    there, _ = advance(on_4, on_4.init(params), range(3))
+    there, _ = trained(on_4, on_4.init(params), map(mlp_batch, range(3)))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(on_4, there)
         leaves = checkpoints.about()["leaves"]
@@ -188,13 +181,13 @@ def test_a_checkpoint_holds_masters_for_any_strategy_and_number_of_ranks(tmp_pat
     jax.tree.map(np.testing.assert_array_equal, on_2.params(here), on_4.params(there))
     jax.tree.map(np.testing.assert_array_equal, here.params, there.params)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(wide.params)} == {"float32"}
-    there, loss = advance(on_4, there, range(3, 6))
-    back, loss_again = advance(on_4, back, range(3, 6))
+    there, measured = trained(on_4, there, map(mlp_batch, range(3, 6)))
+    back, again = trained(on_4, back, map(mlp_batch, range(3, 6)))
     jax.tree.map(np.testing.assert_array_equal, (back.params, back.opt_state), (there.params, there.opt_state))
-    here, loss_here = advance(on_2, here, range(3, 6))
-    assert loss_again == loss
+    here, measured_here = trained(on_2, here, map(mlp_batch, range(3, 6)))
+    assert again["loss"] == measured["loss"]
     # 3 steps of gradients that bfloat16 rounds (2^-9) over other examples together: the loss moves by far less.
-    assert loss_here == pytest.approx(loss, rel=1e-2)
+    np.testing.assert_allclose(measured_here["loss"], measured["loss"], rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["bucketed", "zero3"])
@@ -211,25 +204,11 @@ def test_evaluation_computes_in_the_compute_dtype_and_model_state_keeps_its_own(
     state, _ = trainer.step(state, mlp_batch())
     loss = trainer.evaluate(state, mlp_batch())
 
-    def eval_fn(params, model_state, batch):
-        found.append((str(params["first"].dtype), str(model_state["mean"].dtype)))
-        return {"x": jaxddp.Mean(batch["x"])}
-
-    trainer.evaluate(state, mlp_batch(), eval_fn)
+    trainer.evaluate(state, mlp_batch(), lambda *args: (loss_fn(*args), {"x": jaxddp.Mean(args[2]["x"])})[1])
     assert len(found) > 2
     assert set(found) == {("bfloat16", "float32")}
     halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trainer.params(state))
     assert float(loss) == pytest.approx(float(mlp_loss(halves, mlp_batch())), rel=1e-2)  # sums of bfloat16
-
-
-def test_hooks_and_microbatches_train_as_in_float32():
-    strategy, losses = jaxddp.bucketed(hook=jaxddp.hooks.bf16), []
-    for compute_dtype in (jnp.bfloat16, None):
-        trainer = make(mlp_loss, strategy, compute_dtype=compute_dtype, num_microbatches=2, optimizer=optax.sgd(0.1))
-        state, losses_of = advance(trainer, trainer.init(mlp_params()), [0] * 5)
-        assert trainer.params(state)["first"].dtype == np.float32
-        losses.append(losses_of)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # bfloat16 rounds by 2^-9
 
 
 @pytest.mark.parametrize("strategy", [jaxddp.zero1(), SHARDED], ids=lambda one: one.name)

@@ -1,9 +1,6 @@
 """What users outside of the project met: each by its smallest input, against JAX on one device."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, on_one_device, refusal
+from jaxddp.conftest import run_python
+from jaxddp.training.replicas_test import on_rank
 
 SGD = optax.sgd(0.1)
 SHARDED = jaxddp.zero3(min_shard_elements=0)
@@ -32,6 +31,7 @@ def make(strategy, loss_fn=loss_fn, optimizer=SGD, num_ranks=2, mesh=None, **opt
     return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh or jaxddp.data_mesh(num_ranks), **options)
 
 
+explicit = functools.partial(grid, 2, names=("data",), axis_type=AxisType.Explicit)
 assert_close = functools.partial(assert_near, atol=1e-6)  # as sums in float32 of a few numbers around 1 are
 
 
@@ -54,12 +54,8 @@ for field in ("params", "opt_state", "key"):
 
 
 def test_a_part_of_a_donated_state_that_is_put_back_does_not_end_the_process():
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
-    run = subprocess.run(
-        [sys.executable, "-c", PUT_BACK], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    refused = [f"{field} True 1" for field in ("params", "opt_state", "key")]
-    assert (run.returncode, run.stdout.splitlines()) == (0, refused), run.stderr[-2000:]
+    found = run_python(PUT_BACK, JAX_COMPILATION_CACHE_DIR="").splitlines()
+    assert found == [f"{field} True 1" for field in ("params", "opt_state", "key")]
 
 
 def with_state(params, model_state, batch):
@@ -91,6 +87,15 @@ def test_a_state_of_another_trainer_is_refused_by_the_option_that_differs(name):
     assert named in refusal(second.step, state, BATCH)
 
 
+@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero1()], ids=lambda one: one.name)
+def test_a_state_of_another_optimizer_or_other_parameters_is_refused_by_a_trainer_that_has_a_plan(strategy):
+    trainer, other = make(strategy, optimizer=ADAM), make(strategy)
+    trainer.step(trainer.init(PARAMS), BATCH)
+    for state in (other.init(PARAMS), trainer.init(PARAMS)._replace(params={"v": PARAMS["a"]})):
+        for method in (trainer.step, trainer.evaluate, trainer.plan, trainer.compile):
+            assert refusal(method, state, BATCH).startswith("state must be one that this trainer has made: ")
+
+
 def test_a_state_is_taken_by_a_trainer_that_differs_in_nothing_it_holds():
     state = make(jaxddp.naive(), max_grad_norm=1.0).init(PARAMS)
     second = make(jaxddp.bucketed(), compute_dtype=jnp.float32, nonfinite="skip")
@@ -116,10 +121,6 @@ def test_without_jit_the_step_is_refused_in_one_line_or_the_same(strategy):
             assert "disable_jit" in str(error) and len(str(error).splitlines()) == 1
             return
     assert_close(trainer.params(state), on_one_device(loss_fn, PARAMS, [BATCH], SGD))
-
-
-def explicit():
-    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 
 
 @each_strategy
@@ -182,7 +183,7 @@ def test_gradients_typed_unreduced_are_summed_as_planned(check_vma):
 
 
 def test_of_mixed_axes_those_of_parameters_are_left_to_xla():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])  # of explicit axes
+    mesh = grid(2, 2, axis_type=AxisType.Explicit)
     specs = {"a": P(None, "model"), "b": P("model")}
     trainer = make(jaxddp.zero1(), mesh=mesh, param_specs=specs)
     state, _ = trainer.step(trainer.init(PARAMS), BATCH)
@@ -257,8 +258,6 @@ def test_eval_fn_takes_weighted_values_of_examples():
     np.testing.assert_allclose(found["loss"], BATCH[:5].sum(1) @ weight / weight.sum(), rtol=1e-6)  # in float32
 
 
-# Optimizers
-
 SCHEDULES = {"elements": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES, "whole": jaxddp.bucketed()}
 
 
@@ -284,9 +283,7 @@ def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strate
 @pytest.mark.parametrize("strategy", [LEAVES, jaxddp.zero1(), SHARDED], ids=["leaves", "zero1", "zero3"])
 def test_what_an_optimizer_of_no_updates_leaves_out_is_not_planned(strategy):
     trainer = make(strategy, optimizer=optax.set_to_zero())
-    state = trainer.init(PARAMS)
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, BATCH))
-    assert sorted(trainer.planned(state, BATCH)) == sorted(compiled)
+    compiled_as_planned(trainer, trainer.init(PARAMS), BATCH)
 
 
 # Units
@@ -308,8 +305,7 @@ def test_a_checkpointed_unit_used_several_times_in_a_row(uses, ends):
     state, _ = trainer.step(trainer.init(params), BATCH)
     half = on_one_device(lambda params, x: loss_fn(params, x) / 2, params, [BATCH], SGD)  # the sum is of 2 ranks' means
     assert_close(trainer.params(state), half)
-    compiled = jaxddp.gradient_collectives(trainer.compile(state, BATCH))
-    assert sorted(trainer.planned(state, BATCH)) == sorted(compiled)
+    compiled_as_planned(trainer, state, BATCH)
 
 
 def test_a_callback_in_a_unit_computes_what_it_does_elsewhere():
@@ -328,21 +324,6 @@ def test_a_callback_in_a_unit_computes_what_it_does_elsewhere():
     assert_close(trainer.params(state), on_one_device(loss_fn, params, [BATCH], SGD))
 
 
-# Pieces
-
-
-def test_a_plan_of_other_shapes_is_refused():
-    def sync(x):
-        specs = {"w": jnp.ones(6), "v": jnp.ones(2)}
-        plan = jaxddp.plan_gradients(jaxddp.bucketed(), lambda scale: jax.tree.map(lambda w: scale * w, specs), x[0])
-        return jaxddp.sync_gradients({"w": x[:2], "v": x[2:]}, plan, "data")
-
-    mapped = jax.shard_map(sync, mesh=jaxddp.data_mesh(2), in_specs=P("data"), out_specs=P(), check_vma=False)
-    assert "[6]" in refusal(jax.jit(mapped), jnp.arange(16.0))
-
-
-# Mutants that the nearest tests let live
-
 REPLICATED = {"flat": jaxddp.flat(), "zero1": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES}
 
 
@@ -356,25 +337,9 @@ def test_constant_gradients_count_once_under_replicas(strategy):
     assert_close(trainer.params(state), on_one_device(loss_fn, PARAMS, [BATCH], SGD))
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_model_state_that_was_infinite_before_is_no_reason_to_stop(nonfinite):
-    def loss_fn(params, model_state, batch):
-        return jnp.mean(batch @ params["b"]), model_state
-
-    trainer = make(jaxddp.zero1(), loss_fn, has_state=True, nonfinite=nonfinite)
-    state = trainer.init(PARAMS, model_state={"mask": np.array([0, -np.inf], np.float32)})
-    state, _ = trainer.step(state, BATCH)
-    expected = on_one_device(lambda params, batch: jnp.mean(batch @ params["b"]), PARAMS, [BATCH], SGD)
-    assert_close(trainer.params(state), expected)
-
-
 def test_two_words_that_changed_places_on_one_rank_are_found():
     trainer = make(jaxddp.bucketed())
     state = trainer.init({"b": np.arange(4, dtype=np.float32)})
-    leaf = state.params["b"]
-    rows = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-    rows[1] = rows[1][[1, 0, 2, 3]]
-    arrays = [jax.device_put(row, shard.device) for row, shard in zip(rows, leaf.addressable_shards, strict=True)]
-    changed = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+    changed = on_rank(state.params["b"], 1, lambda row: row[[1, 0, 2, 3]])
     with pytest.raises(jaxddp.ReplicaError, match="params.b"):
         jaxddp.check_replicas(trainer, state._replace(params={"b": changed}))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp.communication.buckets import TensorSpec
 from jaxddp.communication.planned import planned_collectives
-from jaxddp.comparison_test import assert_near, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, grid, on_one_device, refusal
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(6e-4)]
@@ -41,12 +41,8 @@ def mean_loss(params, batch):
     return errors(params, batch).mean()
 
 
-def mesh_of(num_ranks, axis_type=AxisType.Auto):
-    return jax.make_mesh((num_ranks,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:num_ranks])
-
-
 def on_ranks(function, strategy, num_ranks=4, check_vma=True, in_specs=BATCH_SPLIT, axis_type=AxisType.Auto):
-    mesh = mesh_of(num_ranks, axis_type)
+    mesh = grid(num_ranks, names=("data",), axis_type=axis_type)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
     return jaxddp.jit(mapped, strategy)
 
@@ -64,7 +60,7 @@ def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy
 
     params, batches = make_params(), [make_batch(number) for number in range(5)]
     run = on_ranks(step, strategy, in_specs=(P(), P(), P("data")), **options)
-    by_rank = NamedSharding(mesh_of(4, options.get("axis_type", AxisType.Auto)), P("data"))
+    by_rank = NamedSharding(grid(4, names=("data",), axis_type=options.get("axis_type", AxisType.Auto)), P("data"))
     mine, mine_state = params, optimizer.init(params)
     for batch in batches:
         expected = mean_loss(jax.device_get(mine), batch)
@@ -142,7 +138,7 @@ def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(check_vm
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_two_axes_only_the_given_one_is_reduced(strategy, check_vma):
     """Examples are split over the first, columns of the hidden layer over the second."""
-    mesh = jax.make_mesh((2, 2), ("batch", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = grid(2, 2, names=("batch", "model"))
 
     def own_part(params, batch):  # of the second axis
         return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
@@ -192,19 +188,10 @@ def test_parameters_may_be_marked_already_and_one_rank_sends_nothing():
     for num_ranks, check_vma in ((2, True), (1, True), (1, False)):
         run = on_ranks(step, strategy, num_ranks, check_vma)
         assert_near(run(params, batch), jax.value_and_grad(mean_loss)(params, batch))
-    assert jaxddp.read_schedule(run.lower(params, batch).compile()).collectives() == []
-
-
-def test_parameters_without_a_gradient_are_not_sent():
-    shapes = {"unused": (2,), "0-d": (), "of one": (1,), "empty": (0, 3)}
-    unused = {name: np.ones(shape) for name, shape in shapes.items()}
-    params = make_params() | unused
-    run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.flat()), jaxddp.flat())
-    program = run.lower(params, make_batch()).compile()
-    num_bytes = 8 * sum(leaf.size for name, leaf in params.items() if name not in unused)
-    assert jaxddp.read_schedule(program).gradient_collectives() == [("all-reduce", num_bytes)]
-    grads = run(params, make_batch())[1]
-    assert {name: grads[name].shape for name in unused} == shapes
+        if num_ranks == 1:
+            program = run.lower(params, batch).compile()
+            assert jaxddp.gradient_collectives(program) == []
+            assert (" all-reduce(" in program.as_text()) == check_vma  # of the check, over one device
 
 
 @pytest.mark.sample
@@ -223,31 +210,10 @@ def test_a_gradient_that_is_a_constant_is_sent_as_planned(strategy, check_vma):
     assert_near(run(params, make_batch()), jax.value_and_grad(loss_fn)(params, make_batch()))
 
 
-def test_what_a_hook_sends_is_planned_where_the_map_checks_too():
-    strategy, planned = jaxddp.bucketed(hook=jaxddp.hooks.bf16), []
-
-    def step(params, batch):
-        planned.append(planned_collectives(strategy, strategy.plan([TensorSpec("up", (8, 12), "float64")]), 4, "cpu"))
-        return jaxddp.value_and_grad(mean_loss, strategy)(params, batch)
-
-    for check_vma in (True, False):
-        on_ranks(step, strategy, check_vma=check_vma).lower(make_params(), make_batch())
-    assert planned == 2 * [[("all-reduce", 4 * 8 * 12)]]  # bfloat16 travels as float32 between CPUs
-
-
-def test_what_xla_keeps_on_one_rank_is_no_collective_of_the_plan():
-    run = on_ranks(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed()), jaxddp.bucketed(), num_ranks=1)
-    program = run.lower(make_params(), make_batch()).compile()
-    assert " all-reduce(" in program.as_text()  # of check_vma, over one device
-    assert jaxddp.read_schedule(program).gradient_collectives() == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((mean_loss, jaxddp.zero1()), "strategy (='zero1') must not shard in value_and_grad"),
-        ((mean_loss, jaxddp.bucketed), "strategy (=<function bucketed "),
-        ((3, jaxddp.flat()), "loss_fn (=3) must be a function"),
         ((mean_loss, jaxddp.flat(), ("data",)), "axis (=('data',)) must be the name of a mesh axis"),
     ],
 )
@@ -267,17 +233,14 @@ def test_jit_keeps_its_options_and_adds_the_strategys():
 # Pieces: what ``plan_gradients``, ``sync_gradients`` and ``shard_optimizer`` cannot do right, they refuse
 
 
-def rank_batch(batch):
-    return jax.tree.map(lambda leaf: leaf[:4], batch)
-
-
 def mark(params):
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
 
 
 def test_a_plan_leaves_out_what_is_unused_or_empty():
-    strategy, params, batch = jaxddp.bucketed(), make_params() | {"empty": np.ones(0)}, make_batch()
-    plan = jaxddp.plan_gradients(strategy, jax.grad(mean_loss), params, rank_batch(batch))
+    params = make_params() | {"empty": np.ones((0, 3)), "0-d": np.ones(())}
+    strategy, batch = jaxddp.bucketed(), make_batch()
+    plan = jaxddp.plan_gradients(strategy, jax.grad(mean_loss), params, make_batch(rows=4))
 
     def mean_gradients(params, batch):
         return jaxddp.sync_gradients(jax.grad(mean_loss)(mark(params), batch), plan, "data")
@@ -299,7 +262,7 @@ def test_a_plan_may_meet_gradients_that_were_constant_when_it_was_made(check_vma
     def without_slope(params, batch):
         return grad_fn(params, batch, 0) | {"slope": jnp.zeros(3)}
 
-    plan = jaxddp.plan_gradients(strategy, without_slope, params, rank_batch(batch))
+    plan = jaxddp.plan_gradients(strategy, without_slope, params, make_batch(rows=4))
     assert "slope" in plan.constants
 
     def mean_gradients(params, batch):
@@ -324,7 +287,7 @@ def test_a_gradient_that_varies_over_another_axis_only_is_refused(kind):
     def square(params, x):
         return jnp.mean((x @ params["w"]) ** 2)
 
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = grid(4, 2)
     params, x = {"w": jnp.arange(6.0).reshape(3, 2)}, jnp.arange(24.0).reshape(8, 3) / 10
     plan = jaxddp.plan_gradients(jaxddp.bucketed(), jax.grad(square), {"w": params["w"][:, :1]}, x[:2])
     optimizer = jaxddp.shard_optimizer(optax.sgd(1.0), "data")

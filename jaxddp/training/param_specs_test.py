@@ -1,6 +1,7 @@
 """Data x tensor parallelism: axes of the mesh that are XLA's, and the training of one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.checkpoints_test import assert_restored_elsewhere
-from jaxddp.comparison_test import assert_near, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, grid, mostly_full, on_one_device, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -26,11 +27,6 @@ STRATEGIES = {
 }
 QUICK = (("bucketed", (2, 2)), ("zero2", (2, 4)), ("zero3", (4, 2)))  # by default: every shape
 dense = jaxddp.layer(lambda one, x: x + jnp.tanh(x @ one["up"] + one["bias"]) @ one["down"])
-
-
-def grid(*shape, names=("data", "model")):
-    devices = jax.devices()[: np.prod(shape)]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def forward(params, x):
@@ -55,14 +51,7 @@ def batches(count=4):
     return [{"x": rng.normal(size=(16, 7)), "y": rng.normal(size=(16, 3))} for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=[] if (name, shape) in QUICK else pytest.mark.full)
-        for name in STRATEGIES
-        for shape in ((2, 2), (4, 2), (2, 4))
-    ],
-)
+@pytest.mark.parametrize(("name", "shape"), mostly_full(QUICK, itertools.product(STRATEGIES, ((2, 2), (4, 2), (2, 4)))))
 def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     optimizer = optax.adamw(1e-2)
     params = on_one_device(loss_fn, model(), batches(), optax.chain(optax.clip_by_global_norm(0.5), optimizer))
@@ -134,9 +123,7 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("zero1", "zero3") else pytest.mark.full) for name in NOISY]
-)
+@pytest.mark.parametrize("name", mostly_full(("zero1", "zero3"), NOISY))
 def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(name):
     """A rank's number counts over the axes of replicas and data."""
     options, optimizer = NOISY[name] | {"max_grad_norm": 0.5}, optax.adamw(1e-2)

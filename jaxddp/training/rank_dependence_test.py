@@ -28,17 +28,17 @@ def in_a_branch(rank):
     return lax.cond(jnp.array(True), lambda: noise(rank(), 0) + noise(rank(), 1), lambda: jnp.zeros(3))
 
 
-def from_a_collective(rank):
-    del rank
-    each = jnp.stack([noise(r, 0) + noise(r, 1) for r in range(NUM_RANKS)])
-    return lax.psum_scatter(each, "data") / NUM_RANKS
+def of_each():
+    return jnp.stack([noise(rank, 0) + noise(rank, 1) for rank in range(NUM_RANKS)])
 
 
-def from_a_neighbour(rank):
-    del rank
-    each = jnp.stack([noise(r, 0) + noise(r, 1) for r in range(NUM_RANKS)])
+def from_a_collective(_):
+    return lax.psum_scatter(of_each(), "data") / NUM_RANKS
+
+
+def from_a_neighbour(_):
     # Rank 0 sends to rank 1 the sum of both, and gets nothing.
-    return lax.ppermute(each.sum(0), "data", [(0, 1)])
+    return lax.ppermute(of_each().sum(0), "data", [(0, 1)])
 
 
 def rank():
@@ -65,8 +65,7 @@ def test_the_gradient_is_summed_over_ranks(form, strategy):
         return jnp.sum(form(rank) * params["w"]) + jnp.mean((batch["x"] * params["v"]) ** 2)
 
     trainer, _, state = trained(loss_fn, strategy)
-    each = np.stack([noise(rank, 0) + noise(rank, 1) for rank in range(NUM_RANKS)])
-    np.testing.assert_allclose(trainer.params(state)["w"], -each.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(trainer.params(state)["w"], -of_each().mean(0), rtol=1e-6)
 
 
 def uniform():

@@ -29,12 +29,20 @@ def train(strategy):
     return trainer, state
 
 
-def flip(leaf, rank, bit, element=0):
-    """Flips one bit of one element on one rank."""
+def on_rank(leaf, rank, change):
+    """An array of which one rank's copy or shard is changed."""
     shards = [np.array(shard.data) for shard in leaf.addressable_shards]
-    shards[rank].reshape(-1).view(np.uint32)[element] ^= np.uint32(1) << bit
+    shards[rank] = change(shards[rank])
     arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, leaf.addressable_shards, strict=True)]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def flip(leaf, rank, bit, element=0):
+    def change(shard):
+        shard.reshape(-1).view(np.uint32)[element] ^= np.uint32(1) << bit
+        return shard
+
+    return on_rank(leaf, rank, change)
 
 
 @pytest.mark.sample

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
 from jaxddp.models import build
 from jaxddp.training.jit_baseline import auto_step
 
@@ -27,9 +27,6 @@ def make(loss_fn=linear_loss, strategy=None, num_ranks=4, optimizer=None, **opti
     return jaxddp.Trainer(
         loss_fn, optimizer or optax.sgd(0.1), strategy or jaxddp.bucketed(25), jaxddp.data_mesh(num_ranks), **options
     )
-
-
-# How often it compiles
 
 
 def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
@@ -98,9 +95,6 @@ def test_a_trainer_tells_states_of_several_models_apart_by_their_shards():
     of_two_layers().abstract_state(transposed)
 
 
-# What it computes
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.bucketed(0.001)], ids=["naive", "bucketed"])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
@@ -117,23 +111,6 @@ def test_microbatches_and_ranks_change_nothing_but_the_order_of_sums(strategy, n
         np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
     assert_near(trainer.params(ours), reference.params(theirs), atol=2e-5)
     assert int(ours.step) == 5
-
-
-def test_an_embedding_is_accumulated_right_over_microbatches():
-    """XLA has miscompiled the accumulation of scattered gradients in loops (openxla/xla#49143)."""
-
-    def loss_fn(params, batch):
-        return jnp.mean((params["embedding"][batch["token"]] @ params["w"] - batch["y"]) ** 2)
-
-    rng = np.random.default_rng(0)
-    params = {"embedding": rng.normal(size=(7, 4)).astype(np.float32), "w": rng.normal(size=(4, 1)).astype(np.float32)}
-    batch = {"token": rng.integers(0, 7, 24), "y": rng.normal(size=(24, 1)).astype(np.float32)}
-    results = []
-    for num_ranks, num_microbatches in ((1, 1), (2, 6)):
-        trainer = make(loss_fn, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        state, _ = trainer.step(trainer.init(params), batch)
-        results.append(trainer.params(state))
-    assert_near(*results, atol=1e-6)  # one SGD step of gradients of order 1: the order of sums
 
 
 def test_a_callers_arrays_stay_valid():
@@ -220,11 +197,7 @@ def test_grad_dtype_is_what_travels():
     batch = regression_batch()
     assert own.plan(own.init(params), batch).num_bytes == 2 * 55
     state = wide.init(params)
-    assert (
-        wide.planned(state, batch)
-        == jaxddp.gradient_collectives(wide.compile(state, batch))
-        == [("all-reduce", 4 * 55)]
-    )
+    assert compiled_as_planned(wide, state, batch) == [("all-reduce", 4 * 55)]
     state, _ = wide.step(state, batch)
     assert state.params["w"].dtype == jnp.bfloat16
 
@@ -251,9 +224,6 @@ def test_a_rank_where_nothing_counts_does_not_spoil_aux():
     assert metrics["aux"] == 1
 
 
-# Bad input
-
-
 def test_a_donated_state_is_refused():
     trainer = make()
     state = trainer.init(linear_params())
@@ -267,10 +237,7 @@ def test_a_donated_state_is_refused():
     ("batch", "message"),
     [
         (regression_batch(10), "batch (=10 examples) must be divisible by num_ranks x num_microbatches (=4 x 1)"),
-        (
-            {"x": np.ones((8, 10)), "y": np.ones((4, 5))},
-            "agree in length, they have {'x': 8, 'y': 4}",
-        ),
+        ({"x": np.ones((8, 10)), "y": np.ones((4, 5))}, "agree in length, they have {'x': 8, 'y': 4}"),
         ({"x": np.ones((0, 10)), "y": np.ones((0, 5))}, "batch (=0 examples) must be divisible"),
         ({"x": np.float32(1)}, "batch leaf 'x' (="),
         ({}, "batch (={}) must hold at least one array"),
@@ -287,7 +254,6 @@ def test_batches_that_cannot_be_split(batch, message):
     [
         (jnp.ones(4), False, "loss_fn (=loss_fn) returned (4,)"),
         ((jnp.ones(()), {}), False, "loss_fn (=loss_fn) returned tuple"),
-        (jaxddp.Weighted(jnp.ones(2), jnp.ones(())), False, "returned (2,)"),
         (jnp.ones((), jnp.int32), False, "returned dtype int32"),
         (jnp.ones(()), True, "loss_fn (=loss_fn) must return (loss, aux)"),
     ],
@@ -302,11 +268,9 @@ def test_other_bad_input():
     assert "params (={}) must hold at least one array" in refusal(make().init, {})
     assert "params leaf 'w' (='text') must be an array" in refusal(make().init, {"w": "text"})
     assert "parameter 'w' has dtype int64" in refusal(make().init, {"w": np.arange(3)})
-    assert "num_microbatches (=0)" in refusal(make, num_microbatches=0)
     assert "max_grad_norm (=-1)" in refusal(make, max_grad_norm=-1)
     assert "trainable must select at least one" in refusal(make(trainable=lambda name: False).init, linear_params())
     assert "nonfinite (='stop')" in refusal(make, nonfinite="stop")
-    assert "int32" in refusal(make, grad_dtype=jnp.int32)
     found = refusal(jaxddp.data_mesh, 9)
     assert "num_ranks (=9)" in found and "simulate_devices(9)" in found
     assert "num_devices (=9) cannot be simulated" in refusal(jaxddp.simulate_devices, 9)

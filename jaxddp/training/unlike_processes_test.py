@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from jaxddp.mesh_test import free_port, run_workers
+from jaxddp.conftest import free_port
+from jaxddp.mesh_test import run_workers
 from jaxddp.processes.watchdog import STATUS
 
 WORKER = """

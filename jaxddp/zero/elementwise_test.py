@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from optax import contrib
 
 from jaxddp.communication.sharding import cut
-from jaxddp.comparison_test import refusal
+from jaxddp.comparison_test import mostly_full, refusal
 from jaxddp.layout import cut_leaves, whole
 from jaxddp.tree import named_leaves, path_name
 from jaxddp.zero.elementwise import check_elementwise, describe_update, shard_leaves
@@ -83,14 +83,9 @@ ELEMENTWISE = {
     "adamw, mask by ndim": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     "adamw, nesterov": optax.adamw(0.1, nesterov=True, mu_dtype=jnp.bfloat16),
     "adagrad": optax.adagrad(0.1),
-    "adadelta": optax.adadelta(0.1),
     "rmsprop, centered": optax.rmsprop(0.1, centered=True, momentum=0.9, bias_correction=True),
-    "adabelief": optax.adabelief(0.1),
     "radam": optax.radam(0.1),
-    "nadamw": optax.nadamw(0.1),
-    "adamax": optax.adamax(0.1),
     "adan": optax.adan(0.1, weight_decay=0.1),
-    "yogi": optax.yogi(0.1),
     "rprop": optax.rprop(0.1),
     "multi_transform": optax.multi_transform(
         {True: optax.adam(0.1), False: optax.chain(optax.trace(0.9), optax.scale(-0.1))}, no_biases
@@ -108,8 +103,6 @@ ELEMENTWISE = {
     "keep_params_nonnegative": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
     "factored_rms of small matrices": optax.scale_by_factored_rms(),
     "schedule_free": contrib.schedule_free_adamw(0.1),
-    "ademamix": contrib.ademamix(0.1),
-    "adopt": contrib.adopt(0.1),
     "madgrad": contrib.madgrad(0.1),
     "one random number for all": one_random_number(jax.random.key(0)),
     "wrapped programs": of_each_gradient(lambda grad: jax.checkpoint(clipped_tanh)(jax.nn.relu(grad))),
@@ -145,9 +138,7 @@ def test_element_wise_optimizers_pass(name):
     check(ELEMENTWISE[name])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in ELEMENTWISE]
-)
+@pytest.mark.parametrize("name", mostly_full(QUICK, ELEMENTWISE))
 def test_element_wise_optimizers_do_on_shards_what_they_do_on_the_whole(name):
     optimizer = ELEMENTWISE[name]
     leaves, laid_out = cut_in_two(PARAMS), check(optimizer)
@@ -164,9 +155,8 @@ def test_element_wise_optimizers_do_on_shards_what_they_do_on_the_whole(name):
             updates, own_states[rank] = update(own_grads, own_states[rank], own[rank], value=jnp.float32(step))
             own[rank] = optax.apply_updates(own[rank], updates)
     held = zip(*(jax.tree.leaves(held) for held in zip(own_states, own, strict=True)), strict=True)
-    for leaf, array, shards in zip(
-        jax.tree.leaves((laid_out, leaves)), jax.tree.leaves((state, full)), held, strict=True
-    ):
+    every = jax.tree.leaves((laid_out, leaves)), jax.tree.leaves((state, full)), held
+    for leaf, array, shards in zip(*every, strict=True):
         # Run operation by operation, both round alike: equal to the last bit.
         if leaf.cut is not None:
             rows = np.stack([np.asarray(shard).reshape(-1) for shard in shards])
@@ -184,24 +174,15 @@ MIXING = {
     "adafactor": (optax.adafactor(0.1), A_SUM),
     "adafactor, factored": (optax.adafactor(0.1, min_dim_size_to_factor=2), r"the shape \(3,\) of its state '0.v_row"),
     "muon": (contrib.muon(0.1), r"update of 'layers.0.kernel' depends on elements at other places \(reshape\)"),
-    "centralize": (optax.centralize(), "update of 'layers.0.kernel' " + A_SUM),
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), A_SUM),
-    "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), A_SUM),
-    "polyak_sgd": (optax.polyak_sgd(), A_SUM),
     "lbfgs": (optax.scale_by_lbfgs(), r"the shape \(10, 2\) of its state 'diff_params_memory.layers.0.bias'"),
     "dog": (contrib.dog(), "its first state '1.max_dist' " + A_SUM),
     "prodigy": (contrib.prodigy(), "a product summed over elements"),
-    "mechanize": (contrib.mechanize(optax.sgd(0.1)), A_SUM),
     "noisy_sgd": (optax.noisy_sgd(0.1, key=0), NOISE),
-    "noise": (of_each_gradient(lambda grad: grad + jax.random.normal(jax.random.key(0), grad.shape)), NOISE),
     "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"all elements together \(reduce_and\)"),
     "zero_nans": (optax.zero_nans(), r"'found_nan.layers.0.bias' depends on all elements together \(reduce_or\)"),
     "flatten": (optax.flatten(optax.adam(0.1)), r"the shape \(29,\) of its state '0.mu' depends on the sizes"),
     "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), OTHER_SHAPE),
-    "0-d decides": (
-        of_gradients(lambda grads: jax.tree.map(lambda grad: jnp.where(grads["scale"] > 0, grad, 0), grads)),
-        OTHER_SHAPE + r"\(select_n\)",
-    ),
     "0-d branches": (
         of_gradients(
             lambda grads: jax.lax.cond(grads["scale"] > 0, lambda: grads, lambda: optax.tree.zeros_like(grads))
@@ -212,17 +193,12 @@ MIXING = {
         with_state(lambda params: {"last": jnp.zeros(())}, lambda grads, state: {"last": grads["scale"]}),
         "its state 'last' depends on elements of a parameter that it does not mirror",
     ),
-    "norm kept": (
-        with_state(lambda params: {"norm": jnp.zeros(())}, lambda grads, state: {"norm": optax.tree.norm(grads)}),
-        "its state 'norm' " + A_SUM,
-    ),
     "cumsum": (of_each_gradient(lambda grad: jnp.cumsum(grad, -1) if grad.ndim else grad), r"\(cumsum\)"),
     "flip": (of_each_gradient(lambda grad: jnp.flip(grad)), r"elements at other places \(rev\)"),
     "a reshape that permutes": (
         of_each_gradient(lambda grad: jax.lax.reshape(grad, grad.shape, tuple(range(grad.ndim))[::-1])),
         r"elements at other places \(reshape\)",
     ),
-    "sort": (of_each_gradient(lambda grad: jnp.sort(grad, -1) if grad.ndim else grad), r"\(sort\)"),
     "a loop": (of_each_gradient(lambda grad: jax.lax.fori_loop(0, 3, lambda _, x: x / 2, grad)), r"\(scan\)"),
     "ramp as mask": (of_each_gradient(lambda grad: grad * (jnp.arange(grad.size).reshape(grad.shape) > 1)), PLACE),
     "mask of constants": (
@@ -246,17 +222,8 @@ def by_size(params):
 LOOKING_AT_SHAPES = {
     "sm3": (optax.sm3(0.1), "must keep one structure"),
     "mask by size": (optax.adamw(0.1, mask=by_size), "its update of 'layers.0.kernel' is another computation there"),
-    "labels by size": (
-        optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, by_size),
-        "must keep one structure",
-    ),
     "size as a number": (of_each_gradient(lambda grad: grad / grad.size), "'layers.0.bias' is another computation"),
-    "size as an exponent": (
-        of_each_gradient(lambda grad: grad ** (2 + (grad.size > 6))),
-        "'layers.0.kernel' is another",
-    ),
     "size as a sum": (of_each_gradient(lambda grad: grad * jnp.sum(jnp.ones_like(grad))), "'layers.0.bias' is another"),
-    "size as a ramp": (of_each_gradient(lambda grad: grad * jnp.arange(grad.size).sum()), "'layers.0.bias' is another"),
     "dims of 0-d": (of_each_gradient(lambda grad: grad if grad.ndim else 2 * grad), "'scale' is another computation"),
     "update of one shape": (
         of_each_gradient(lambda grad: jnp.ones((3, 4)) if grad.ndim == 2 else grad),
@@ -269,18 +236,11 @@ LOOKING_AT_SHAPES = {
 }
 
 
-REFUSED = {
-    name: (optimizer, f"optimizer must be element-wise .*{reason}") for name, (optimizer, reason) in MIXING.items()
-}
-REFUSED |= {
-    name: (optimizer, f"optimizer looks at the shapes of parameters, .*{reason}")
-    for name, (optimizer, reason) in LOOKING_AT_SHAPES.items()
-}
-
-
-@pytest.mark.parametrize(("optimizer", "reason"), REFUSED.values(), ids=REFUSED)
-def test_optimizers_that_would_do_another_thing_on_shards_are_refused_in_one_line(optimizer, reason):
-    assert re.match(reason, refusal(check, optimizer))
+@pytest.mark.parametrize("name", [*MIXING, *LOOKING_AT_SHAPES])
+def test_optimizers_that_would_do_another_thing_on_shards_are_refused_in_one_line(name):
+    optimizer, reason = (MIXING | LOOKING_AT_SHAPES)[name]
+    start = "optimizer must be element-wise " if name in MIXING else "optimizer looks at the shapes of parameters, "
+    assert re.match(f"{start}.*{reason}", refusal(check, optimizer))
 
 
 def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
@@ -312,18 +272,11 @@ def test_state_leaves_are_cut_like_the_parameter_that_they_mirror():
     )
     state = check(optimizer)
     assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(optimizer.init, PARAMS))
-    assert {
-        name: (leaf.cut is not None, leaf.shape, str(leaf.dtype)) for name, leaf in named_leaves(state).items()
-    } == {
-        "0.inner_state.trace.layers.0.kernel": (True, (3, 4), "bfloat16"),
-        "0.inner_state.trace.layers.1.kernel": (True, (3, 4), "bfloat16"),
-        "0.inner_state.trace.scale": (True, (), "bfloat16"),
-        "1.count": (False, (), "int32"),
-        "1.hyperparams.step_size": (False, (), "float32"),
-        "1.hyperparams_states.step_size.count": (False, (), "int32"),
-        "2.history": (False, (3,), "float32"),
-        "2.key": (False, (), "key<fry>"),
-    }
+    found = named_leaves(state)
+    trace = "0.inner_state.trace."
+    cut_ones = {f"{trace}layers.0.kernel": (3, 4), f"{trace}layers.1.kernel": (3, 4), f"{trace}scale": ()}
+    assert {name: leaf.shape for name, leaf in found.items() if leaf.cut is not None} == cut_ones
+    assert {str(found[name].dtype) for name in cut_ones} == {"bfloat16"} and len(found) == len(cut_ones) + 5
 
 
 @pytest.mark.parametrize("name", [None, "count"])
@@ -357,17 +310,12 @@ UNLIKE = {
     "rate as state": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
     "another rate as state": lambda: optax.inject_hyperparams(optax.sgd)(0.2),
     "adam": lambda: optax.adam(0.1),
-    "another eps": lambda: optax.adam(0.1, eps=1e-7),
     "bf16 moments": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "decay": lambda: optax.adamw(0.1),
     "mask": lambda: optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     "rates by index": lambda: optax.sgd(lambda count: jnp.asarray(np.linspace(0.1, 0.0, 9))[count]),
     "other rates by index": lambda: optax.sgd(lambda count: jnp.asarray(np.linspace(0.1, 0.01, 9))[count]),
     "micro-steps": lambda: optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
     "more micro-steps": lambda: optax.MultiSteps(optax.adam(0.1), 5).gradient_transformation(),
-    "clipping": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "other clipping": lambda: optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1)),
-    "plateau": lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=3)),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1)),
     "another seed": lambda: optax.chain(optax.add_noise(0.1, 0.5, 4), optax.sgd(0.1)),
     "rank and host": lambda: noisy(1),

@@ -1,16 +1,18 @@
 """Meshes with replicas: shards within a group of ranks, sums across the groups, and the training of one device."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints_test import assert_restored_elsewhere
-from jaxddp.comparison_test import assert_near, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, mostly_full, on_one_device, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
+from jaxddp.training.param_specs_test import batches
 from jaxddp.training.replicas_test import flip
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -38,19 +40,7 @@ def model():
     return {"layers": layers, "head": rng.normal(size=(7, 3))}
 
 
-def batches(count=4):
-    rng = np.random.default_rng(1)
-    return [{"x": rng.normal(size=(16, 7)), "y": rng.normal(size=(16, 3))} for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=[] if (name, shape) in QUICK else pytest.mark.full)
-        for name in STRATEGIES
-        for shape in SHAPES
-    ],
-)
+@pytest.mark.parametrize(("name", "shape"), mostly_full(QUICK, itertools.product(STRATEGIES, SHAPES)))
 def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     num_ranks, replicas = SHAPES[shape]
     optimizer = optax.adamw(1e-2)
@@ -88,24 +78,17 @@ def test_checkpoints_are_of_no_mesh(tmp_path):
     assert_restored_elsewhere(tmp_path, hybrid, model(), batches())
 
 
-def mesh_of(sizes, names):
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]])
-
-
 @pytest.mark.parametrize(("name", "sizes"), [("zero2 by leaves", (1, 2)), ("zero3", (2, 1))])
 def test_no_collective_is_planned_along_an_axis_of_one_device(name, sizes):
-    mesh = mesh_of(sizes, ("replica", "data"))
+    mesh = grid(*sizes, names=("replica", "data"))
     trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), STRATEGIES[name], mesh)
-    state = trainer.init(model())
-    planned = trainer.planned(state, batches()[0])
-    assert planned
-    assert jaxddp.gradient_collectives(trainer.compile(state, batches()[0])) == sorted(planned)
+    assert compiled_as_planned(trainer, trainer.init(model()), batches()[0])
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_axes_of_ranks_in_another_order_than_the_mesh_has_them(name):
     found = []
-    for mesh in (jaxddp.data_mesh(4), mesh_of((2, 2), ("data", "replica"))):
+    for mesh in (jaxddp.data_mesh(4), grid(2, 2, names=("data", "replica"))):
         axis = mesh.axis_names[::-1]
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), STRATEGIES[name], mesh, axis=axis)
         state, _ = trained(trainer, trainer.init(model()), batches())

@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxddp
 from jaxddp.communication.backward_order import matmul_flops
-from jaxddp.comparison_test import assert_near
+from jaxddp.comparison_test import assert_near, compiled_as_planned
 
 WIDTH, NUM_LAYERS = 8, 3
 SHARDED = jaxddp.zero3(min_shard_elements=0)
@@ -91,10 +91,6 @@ def penalty_over_leaves(params, batch):
     return loop(params, batch) + penalty
 
 
-def sizes_of_leaves(params, batch):
-    return loop(params, batch) / sum(leaf.size for leaf in jax.tree.leaves(params)) / len(params["layers"][0]["kernel"])
-
-
 def gradient_inside(params, batch):
     grads = jax.grad(lambda one: jnp.sum(dense(one, jnp.ones((1, WIDTH)))))(params["layers"][0])
     return loop(params, batch) + sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads))
@@ -106,26 +102,14 @@ def used_outside_and_closed_over(params, batch):
     return mean_square(unit(params["layers"][1], jnp.einsum("bi,ij->bj", batch["x"], kernel)), batch)
 
 
-def gradient_inside_of_a_unit(params, batch):
-    unit = jaxddp.layer(lambda one, x: x - jax.grad(lambda x: jnp.sum(dense.__wrapped__(one, x)))(x))
-    return mean_square(chain(params["layers"], batch["x"], unit), batch)
-
-
 def keys(params, batch, key):
     unit = jaxddp.layer(lambda one, x, key: dense(one, x) * jax.random.bernoulli(key, 1.0, x.shape))
     return mean_square(chain(params["layers"], batch["x"], lambda one, x: unit(one, x, key)), batch)
 
 
-def linen_apply(params, x):
-    return nn.Dense(WIDTH, param_dtype=jnp.float64).apply({"params": params}, x)
-
-
 def linen_modules(params, batch):
-    return mean_square(chain(params["layers"], batch["x"], linen_apply), batch)
-
-
-def linen_modules_in_units(params, batch):
-    return mean_square(chain(params["layers"], batch["x"], jaxddp.layer(linen_apply)), batch)
+    apply = nn.Dense(WIDTH, param_dtype=jnp.float64).apply
+    return mean_square(chain(params["layers"], batch["x"], lambda one, x: apply({"params": one}, x)), batch)
 
 
 def nnx_modules_in_units(params, batch):
@@ -145,10 +129,6 @@ def one_gradient_is_constant(params, batch):
 
 def all_gradients_are_constant(params, batch):
     return jnp.sum(params["layers"][0]["bias"] * np.arange(WIDTH))
-
-
-def one_unit_twice_in_a_row(params, batch):
-    return mean_square(chain(params["layers"][:1] * 2, batch["x"]), batch)
 
 
 def one_unit_thrice_and_another(params, batch):
@@ -174,6 +154,10 @@ def a_unit_without_gradients(params, batch):
 
 
 # A unit is gathered in the forward and in the backward; a loop's last one keeps its parameters.
+AS_PLANNED = (
+    gradient_inside, one_gradient_is_constant, all_gradients_are_constant, one_unit_thrice_and_another,
+    a_unit_that_is_unused, a_unit_with_a_part_unused, a_unit_without_gradients,
+)  # fmt: skip
 UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
     loop: UNROLLED,
@@ -188,25 +172,11 @@ GATHERS = {
     one_unit_twice: UNROLLED,
     vmapped_over_examples: UNROLLED,
     penalty_over_leaves: 1 + UNROLLED,  # kernels first, biases in units
-    sizes_of_leaves: UNROLLED,
-    **dict.fromkeys(
-        (
-            gradient_inside,
-            one_gradient_is_constant,
-            all_gradients_are_constant,
-            one_unit_twice_in_a_row,
-            one_unit_thrice_and_another,
-            a_unit_that_is_unused,
-            a_unit_with_a_part_unused,
-            a_unit_without_gradients,
-        )
-    ),
-    gradient_inside_of_a_unit: UNROLLED,
+    **dict.fromkeys(AS_PLANNED),
     used_outside_and_closed_over: 1 + 1,
     keys: UNROLLED,
     linen_modules: 1,
-    linen_modules_in_units: UNROLLED - 1,  # the backward of the first, which is linear, needs no parameters
-    nnx_modules_in_units: UNROLLED - 1,
+    nnx_modules_in_units: UNROLLED - 1,  # the backward of the first, which is linear, needs no parameters
 }
 
 
@@ -227,9 +197,7 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used_as_p
     mesh = jaxddp.data_mesh(2)
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), SHARDED, mesh, num_microbatches=num_microbatches)
     state = trainer.init(params)
-    planned = sorted(trainer.planned(state, batch))
-    assert planned == sorted(jaxddp.gradient_collectives(trainer.compile(state, batch)))
-    gathers = [kind for kind, _ in planned].count("all-gather")
+    gathers = [kind for kind, _ in compiled_as_planned(trainer, state, batch)].count("all-gather")
     after, _ = trainer.step(state, batch)
     grads = jax.tree.map(lambda old, new: old - new, params, trainer.params(after))
     assert GATHERS[loss_fn] in (None, gathers / num_microbatches)

@@ -15,6 +15,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
+from jaxddp.comparison_test import mostly_full
 from jaxddp.instruments.collectives import Collectives
 from jaxddp.instruments.schedule import read_schedule
 
@@ -76,8 +77,6 @@ def make_params(kind, num_layers):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A kind of model with some layers, compiled when the first test asks for it."""
-
     @functools.cache
     def of(kind, num_layers, target="h100"):
         tokens = jax.ShapeDtypeStruct((SEQUENCES, CONTEXT), jnp.int32)
@@ -109,10 +108,7 @@ def test_a_layer_adds_activations_and_gradient_shards(compiled, kind):
     assert formula + whole_parameters > 2 * (formula + slack)
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_layers"),
-    [("scan", FEW), *(pytest.param(kind, MANY[kind], marks=pytest.mark.full) for kind in KINDS)],
-)
+@pytest.mark.parametrize(("kind", "num_layers"), mostly_full([("scan", FEW)], [("scan", FEW), *MANY.items()]))
 def test_units_are_gathered_once_forward_and_once_backward(compiled, kind, num_layers):
     """2 U - 1 in a loop, where the last unit keeps its own, less the embedding, whose backward needs no parameters.
 

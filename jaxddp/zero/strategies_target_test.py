@@ -12,6 +12,7 @@ import jaxddp
 from jaxddp import targets
 from jaxddp.communication.collectives import reduce_scatter
 from jaxddp.communication.planned import planned_exchange
+from jaxddp.comparison_test import mostly_full
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.instruments.simulate import simulate
 from jaxddp.network import Network
@@ -41,14 +42,8 @@ STEPS = {
 }
 
 
-# By default: the one whose memory is looked at below.
-QUICK = ("zero2, 4 micro-batches",)
-
-
 @pytest.fixture(scope="module")
 def steps():
-    """Of a name: what was planned, and the schedule of the program, compiled when the first test asks for it."""
-
     @functools.cache
     def compiled(name):
         strategy, spec, num = STEPS[name]
@@ -60,9 +55,7 @@ def steps():
     return compiled
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in STEPS]
-)
+@pytest.mark.parametrize("name", mostly_full(["zero2, 4 micro-batches"], STEPS))  # whose memory is looked at below
 def test_compiled_is_planned(steps, name):
     planned, schedule = steps(name)
     assert schedule.gradient_collectives() == sorted(planned)

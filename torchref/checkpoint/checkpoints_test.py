@@ -131,7 +131,6 @@ def error_of_trainer(folder, kind):
 
 
 def keep_bfloat16(folder):
-    """Weights bit for bit, and a moment of float32."""
     ours, other, theirs = (
         trainer_of(name, seed=seed, model=lambda: Model().bfloat16())
         for seed, name in enumerate(("bucketed", "zero2", "bucketed"))
@@ -147,8 +146,6 @@ def keep_bfloat16(folder):
     kept = theirs.optimizer.state[theirs.net.module.last.weight]["exp_avg"]
     torch.testing.assert_close(kept, moment, rtol=0, atol=0)
 
-
-# Tests
 
 PAIRS = [
     ("bucketed", 2, "zero1", 3, torch.optim.AdamW), ("zero1", 2, "zero3", 1, torch.optim.NAdam),

@@ -2,11 +2,7 @@
 
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 from unittest import mock
 
 import numpy as np
@@ -44,7 +40,6 @@ BAD_INPUT = {
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The environment of a job of one process."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     yield
@@ -145,26 +140,6 @@ def test_the_state_before_is_kept_and_skips_are_counted(ranks, text, tmp_path):
     options |= {"optimizer": "sgd", "learning_rate": 1e30, "nonfinite": "skip"}  # step 1 alone is finite
     fails(ranks, tmp_path, r"loss \(=.*\) and gradient of step 11 must be finite", options)
     assert names_in(tmp_path / "ck") == ["11.nonfinite"]
-
-
-TRAIN = [sys.executable, *"-m torchref train --devices 2 --model byte_shallow --steps 100000".split()]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_a_run_once_it_is_saved(tmp_path, number):
-    arguments = [*TRAIN, *"--batch-size 2 --checkpoint-every 4 --resume --checkpoint".split(), tmp_path / "ck"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "ck" / "4").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=100)
-    assert process.returncode == 128 + number, output
-    steps = re.findall(rf"ended by {signal.Signals(number).name} after (\d+) of 100000 steps", output)
-    assert len(steps) == 2 and len(set(steps)) == 1, output
-    assert newest(tmp_path / "ck")[0] == int(steps[0])
 
 
 def free_port():

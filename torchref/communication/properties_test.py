@@ -11,7 +11,6 @@ from torchref.communication import buffers, sharding
 
 
 def values_of(tensors):
-    """Small whole numbers, no two tensors alike."""
     return {
         tensor.name: (torch.arange(tensor.num_elements) % 7 + index % 5)
         .reshape(tensor.shape)
@@ -28,7 +27,6 @@ def assert_same(found, values):
 
 
 def transposed(values, are_transposed):
-    """The same values, some of them in tensors that are not contiguous."""
     return {
         name: tensor.transpose(0, -1).contiguous().transpose(0, -1) if is_transposed and tensor.dim() > 1 else tensor
         for (name, tensor), is_transposed in zip(values.items(), are_transposed, strict=False)
@@ -67,3 +65,11 @@ def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks,
 def test_sizes_of_dtypes_are_torchs(dtype):
     spec = buffers.tensor_spec("t", torch.zeros(3, dtype=getattr(torch, dtype)))
     assert (spec.dtype, spec.num_bytes) == (dtype, 3 * getattr(torch, dtype).itemsize)
+
+
+def test_shards_have_the_number_of_dimensions_of_the_tensor_and_are_views_where_possible():
+    shapes = ((5, 7), (6, 4), (2,), (), (0, 3))
+    assert [sharding.Cut(shape, 4).shard_shape for shape in shapes] == [(1, 9), (1, 6), (1,), (1,), (1, 0)]
+    even = torch.arange(1.0, 25).view(6, 4)
+    assert sharding.Cut(even.shape, 3).local_shard(even, 2).data_ptr() == even[4:].data_ptr()
+    assert sharding.Cut(even.shape, 5).to_rows(even).tolist()[4] == [21.0, 22.0, 23.0, 24.0, 0.0]

@@ -70,7 +70,6 @@ def wrap(module):
 
 
 def gradients_are_those_of_one_process(reentrant):
-    """Against one process, and what was communicated."""
     alone, net = model(), wrap(model(reentrant))
     with record() as issued:
         net(tokens(dist.get_rank())).square().sum().backward()
@@ -181,7 +180,6 @@ def changed_in_the_forward():
 
 
 def failing_forward():
-    """A forward that raises leaves the units as they were."""
     net = wrap(model())
     expected = net(tokens(0))
     with pytest.raises(RuntimeError):
@@ -191,9 +189,6 @@ def failing_forward():
     assert all(not unit._uses for unit in net._units)
     assert "weight" not in net.module.first[0].__dict__
     assert torch.equal(net(tokens(0)), expected)
-
-
-# In the test process
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])

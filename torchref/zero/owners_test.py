@@ -16,7 +16,6 @@ def mlp(seed=0):
 
 
 def backward(module):
-    """Gradients that are equal on every rank, as after a strategy in ``ddp/``."""
     total = module(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)).square().sum()
     total.backward()
     return total
@@ -67,7 +66,6 @@ def late_group_closure_and_schedule():
 
 
 def scaled():
-    """A scaler over averaged gradients: what overflows on one rank skips the step on all of them."""
     net = torchref.BucketedDDP(mlp())
     optimizer = torchref.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -83,7 +81,6 @@ def scaled():
 
 
 def not_element_wise():
-    """An optimizer that is not element-wise works, because each rank updates whole parameters."""
     ours, theirs = mlp(), mlp()
     take_steps(ours, torchref.ShardedOptimizer(ours.parameters(), torch.optim.Adafactor, lr=0.1), 3)
     take_steps(theirs, torch.optim.Adafactor(theirs.parameters(), lr=0.1), 3)
@@ -91,7 +88,6 @@ def not_element_wise():
 
 
 def saved_and_loaded():
-    """Interrupted training compared with uninterrupted training."""
     modules = [mlp(), mlp()]
     optimizers = [torchref.ShardedOptimizer(one.parameters(), torch.optim.AdamW, lr=0.1) for one in modules]
     for module, optimizer in zip(modules, optimizers, strict=True):
@@ -126,9 +122,6 @@ def in_two_groups():
     for params in (set(module.parameters()), [{"params": frozenset(module.parameters())}]):
         with pytest.raises(TypeError, match=r"params \(=(frozen)?set\) must be a list"):
             torchref.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
-
-
-# In the test process
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

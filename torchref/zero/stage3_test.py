@@ -27,8 +27,6 @@ class Tied(nn.Module):
 
 
 class Functional(nn.Module):
-    """Reads the weight of another module."""
-
     def __init__(self, other):
         super().__init__()
         self.weight = other.weight
@@ -114,9 +112,6 @@ def bad_input():
         (nn.Embedding(4, 2, max_norm=1.0), {}, "parameter 'weight' cannot be sharded: Embedding("),
     ):
         assert refused(lambda module=module, options=options: torchref.FSDP(module, **options), said)
-
-
-# In the test process
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

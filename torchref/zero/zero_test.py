@@ -63,7 +63,6 @@ def rows(batch):
 
 
 def wrap(name, module, optimizer="adamw", **options):
-    """The wrapped module, and what takes its steps."""
     cls, hyper = OPTIMIZERS[optimizer]
     return make_training(name, module, cls, {"bucket_mb": BUCKET_MB} | options, **hyper)
 
@@ -75,7 +74,6 @@ def furthest(net, expected):
 
 
 def trained_alone(optimizer, max_grad_norm):
-    """A plain loop over whole batches."""
     module = corners()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     cls, hyper = OPTIMIZERS[optimizer]
@@ -96,7 +94,6 @@ def trained_alone(optimizer, max_grad_norm):
 
 
 def train_beside_one_process():
-    """Weights and norms of each strategy are those of single-process training."""
     for optimizer in OPTIMIZERS:
         for num_microbatches, max_grad_norm in ((1, None), (3, 0.3)):
             alone, norm = trained_alone(optimizer, max_grad_norm)
@@ -185,9 +182,6 @@ def check_all(name):
         issued_collectives_are_the_planned_ones(name)
         gradients_are_reduced_during_the_backward(name)
         bad_input_is_refused(name)
-
-
-# In the test process
 
 
 @pytest.mark.sample
