@@ -45,7 +45,6 @@ def make_options() -> dict[str, dict[str, Any]]:
         "steps": {"type": positive(int), "metavar": "N", "help": "timed rounds"},
         "batch_size": {"type": positive(int), "metavar": "N", "help": "sequences of the global batch"},
         "model": {"metavar": "NAME", "help": "what is trained"},
-        "data": {"metavar": "PATH", "help": "text for a model of bytes (default: the standard library's sources)"},
         "dtype": {"choices": DTYPES, "help": "the arithmetic of both frameworks: true float32 (default), float32 with"
                   " matrix products in TF32, or all in bfloat16"},
         "strategies": {"nargs": "+", "metavar": "NAME", "help": strategies},

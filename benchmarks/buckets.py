@@ -30,7 +30,6 @@ from .training.setup import (
     FORWARD_BACKWARD,
     NUM_PROBED,
     OPTIONS,
-    PROBES,
     QUICK_MODEL,
     SIZES,
     StrategySpec,
@@ -82,13 +81,12 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """A row for each measured step with its prediction, and one for the best cap of each framework."""
     shares = next((row["ready_shares"] for row in rows if row.get("ready_shares")), None)
     for (framework,), some in by(rows, "framework").items():
-        probes = next((row["probes_ms"] for row in some if row["strategy"] == PROBES), None)
         timed = [row for row in some if row.get("baseline_rounds_ms") and row["check"] == "ok"]
         common = {"table": PREDICTED, "framework": framework}
-        if not probes or not timed or shares is None:
+        if not timed or shares is None:
             continue
         try:
-            costs = fit_costs(probes, [row["baseline_rounds_ms"] for row in timed])
+            costs = fit_costs(timed[0]["probes_ms"], [row["baseline_rounds_ms"] for row in timed])
         except ValueError as error:
             yield common | {"check": f"{NOT_RUN}{error}"}
             continue
@@ -195,22 +193,16 @@ _PREDICTED_COLUMNS = (
     Column("predicted", "predicted_ms", "ms"),
     Column("error", "error_share", form=lambda value: f"{value:+.1%}"),
     Column("as good within noise", "as_good", "MiB"),
+    Column(FORWARD_BACKWARD, lambda row: row.get("forward_backward_s") and 1e3 * row["forward_backward_s"], "ms"),
     Column("latency", lambda row: row.get("latency_s") and 1e6 * row["latency_s"], "us"),
     Column("rate", lambda row: row.get("bytes_per_s") and row["bytes_per_s"] / 1e9, "GB/s"),
     Column("at once", "rate", "of alone", percent),
     CHECK,
 )
-
-
-def _probe(label: str) -> Column:
-    return Column(label, lambda row: float(np.median(row["probes_ms"][label])), "ms")
-
-
-_PARTS_COLUMNS = (Column("framework"), _probe(FORWARD_BACKWARD), _probe(AT_ONCE), CHECK)
 BENCHMARK = Benchmark(
     "buckets", "bucket sizes: measured beside predicted, in both frameworks", (*OPTIONS, "bucket_mb"), cases,
     measure_steps,
-    {"One training step by bucket cap": COLUMNS, "The step's parts": _PARTS_COLUMNS, PREDICTED: _PREDICTED_COLUMNS},
+    {"One training step by bucket cap": COLUMNS, PREDICTED: _PREDICTED_COLUMNS},
     plot, predict_all,
     (*NOTES[:3], "predicted: step without communication, and what an in-order pipeline of the buckets leaves over; a"
      " wrong prediction is told, and fails nothing"),

@@ -34,7 +34,7 @@ from jaxddp.training.clock import stopwatch, summarize
 from torchref.launch import RankError
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
-from .ranks import Ranks, choose_ranks, say_on_rank, slowest
+from .ranks import Ranks, choose_ranks, mesh_of, say_on_rank, slowest
 from .render import CHECK, Column, Row, mib, new_figure, percent
 from .training.jax_side import place
 from .training.setup import DTYPES, QUICK_MODEL, check_batch, check_known
@@ -139,7 +139,7 @@ class _Run:
     """A trainer on the ranks, its state and a batch."""
 
     def __init__(self, ranks: Ranks, setup: CalibrationSetup) -> None:
-        mesh, made = ranks.mesh(), setup.training()
+        mesh, made = mesh_of(ranks), setup.training()
         strategy = jaxddp.make_strategy(setup.strategy)
         self.trainer = jaxddp.Trainer(made.loss_fn, made.optimizer, strategy, mesh, **made.options)
         self.state = self.trainer.init(build(setup.model)[1])

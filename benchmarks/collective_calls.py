@@ -23,7 +23,7 @@ from .collective_cases import (
     size_of,
     values,
 )
-from .ranks import Ranks
+from .ranks import Ranks, mesh_of
 
 # XLA has no broadcast and no reduce for every backend: jaxddp's are all-reduces.
 _OF_JAX = {name: name.replace("_", "-") for name in PRIMITIVES} | {
@@ -54,7 +54,7 @@ class JaxCalls:
         import jax
         import jaxlib
 
-        self._ranks, self._mesh = ranks, ranks.mesh()
+        self._ranks, self._mesh = ranks, mesh_of(ranks)
         self.device = self._mesh.devices.flat[0].device_kind
         self.versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
 

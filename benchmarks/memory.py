@@ -27,7 +27,7 @@ from jaxddp.models import SIZES, build
 from jaxddp.planning.formulas import state_bytes
 
 from .benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
-from .ranks import FRAMEWORKS, Ranks, choose_ranks, num_gpus
+from .ranks import FRAMEWORKS, Ranks, choose_ranks, mesh_of, num_gpus
 from .render import CHECK, MIB, Column, Row, mib, new_figure
 from .training.setup import QUICK_MODEL, check_batch, check_known
 
@@ -117,7 +117,7 @@ def _trainer(setup: MemorySetup, made: Training, mesh: Any) -> jaxddp.Trainer:
 
 def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     """Takes two steps; the first rank's figures, less what was in use before."""
-    mesh, made = ranks.mesh(), transformer_training(SIZES[setup.model], setup.batch_size)
+    mesh, made = mesh_of(ranks), transformer_training(SIZES[setup.model], setup.batch_size)
     device, batch = jax.local_devices()[0], jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.batch)
 
     def now() -> Allocated:

@@ -24,13 +24,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from jaxddp.environment import free_memory_bytes, gpus
+from jaxddp.environment import cuda_libraries, free_memory_bytes, gpus
 from jaxddp.processes.job import Job, find_job
 from jaxddp.training import allocator
 from torchref.agreement import gather_texts
@@ -42,7 +43,7 @@ KINDS = ("simulated", "processes", "gpus", "lab", "job")
 FRAMEWORKS = ("jaxddp", "torchref")
 PROCESS_BYTES = 2**29  # a rank's process on CPUs, with both frameworks loaded
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
-_COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
+_COUNT_TIMEOUT_S = 120.0  # a driver may hang
 # Without a report of any rank: a call of a slow network may take many minutes, a program or a round of GPUs does not.
 _TIMEOUT_S, _GPU_TIMEOUT_S = 3600.0, 600.0
 # torch needs room on the GPU beside JAX; XLA's collectives have streams of the highest priority, as torch's get here. A
@@ -82,12 +83,6 @@ class Ranks:
         what = "a GPU" if self.kind == "gpus" else "one core"
         return f"{self.num} processes of {what}" + (", each on a host of its own" if self.kind == "lab" else "")
 
-    def groups(self, frameworks: Sequence[str]) -> list[tuple[str, ...]]:
-        """The frameworks that share processes, and so the rounds."""
-        if self.kind == "simulated":  # torch compiles nothing, so its rows come first
-            return [(one,) for one in reversed(frameworks)]
-        return [tuple(frameworks)] if frameworks else []
-
     def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
         """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
 
@@ -101,21 +96,17 @@ class Ranks:
         environment = environment | (_TWO_THREADS if self.kind in ("processes", "lab") else {})
         with mock.patch.dict(os.environ):
             _set_variables(environment)
-            results = launch(
+            return launch(
                 fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
                 backend="nccl" if on_gpus else "gloo",
                 prepare=partial(_prepare, self, in_jax), timeout_s=_GPU_TIMEOUT_S if on_gpus else _TIMEOUT_S,
                 on_message=lambda rank, said: say(said) if rank == 0 and isinstance(said, str) else None,
-            )  # fmt: skip
-        return results[0]
-
-    def mesh(self) -> Any:
-        """Gives the mesh of these ranks; call it inside ``run``."""
-        return _mesh(self)
+            )[0]  # fmt: skip
 
 
 @functools.cache  # a process of a job joins JAX's once
-def _mesh(ranks: Ranks) -> Any:
+def mesh_of(ranks: Ranks) -> Any:
+    """Gives the mesh of ranks, on each of them."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -140,6 +131,21 @@ def _mesh(ranks: Ranks) -> Any:
     mesh = jaxddp.data_mesh()
     multihost_utils.sync_global_devices("connected")
     return mesh
+
+
+def about(ranks: Ranks, framework: str) -> dict[str, Any]:
+    """The fields of rows about the ranks of a framework; call it on a rank that has computed."""
+    on_gpus = ranks.kind == "gpus"
+    if framework == "jaxddp":
+        device = mesh_of(ranks).devices.flat[0].device_kind
+        versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    else:
+        device = torch.cuda.get_device_name() if on_gpus else "cpu"
+        versions = {"torch": torch.__version__}
+    return {
+        "framework": framework, "backend": ranks.backend(framework), "device": device, "num_ranks": ranks.num,
+        "ranks": ranks.in_words(framework), "versions": versions | (cuda_libraries() if on_gpus else {}),
+    }  # fmt: skip
 
 
 def say_on_rank(text: str | None = None) -> None:
@@ -182,14 +188,14 @@ def join_job() -> tuple[bool, dict[str, Any]]:
 
 
 def _set_variables(defaults: Mapping[str, str]) -> None:
-    """Sets variables of ranks; what the user has set stays, but for those that would overrule the arithmetic."""
+    """Sets variables of ranks; what the user has set stays."""
     for name in _OVERRIDES:
         os.environ.pop(name, None)
     os.environ.update(defaults | os.environ)
 
 
 def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: str = "processes") -> Ranks:
-    """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts, or no room for the processes.
+    """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts.
 
     Args:
         num: How many were asked for; None for all GPUs or ``default`` on CPUs, for a host each of a lab.
@@ -210,42 +216,24 @@ def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: st
     found = num_gpus() if kind in (None, "gpus") else 0
     if kind == "gpus" and not found:
         raise ValueError(f"on (=gpus) needs GPUs that both frameworks find: torch finds {torch.cuda.device_count()}")
-    if found:
-        if num is not None and num > found:
-            raise ValueError(f"ranks (={num}) must be at most the number of GPUs (={found})")
-        return Ranks(num or found, "gpus")
-    num, free = num or default, free_memory_bytes()
-    if num * PROCESS_BYTES > free:
-        most = free // PROCESS_BYTES
-        raise ValueError(f"ranks (={num}) must be at most {most}: each takes 0.5 GiB, {free / 2**30:.1f} GiB are free")
-    return Ranks(num, kind or on_cpus)
+    if found and num is not None and num > found:
+        raise ValueError(f"ranks (={num}) must be at most the number of GPUs (={found})")
+    return Ranks(num or found, "gpus") if found else Ranks(num or default, kind or on_cpus)
 
 
 def free_bytes(kind: str) -> int:
-    """Free memory: of the machine and its container, or of the fullest GPU."""
-    if kind != "gpus":
-        return free_memory_bytes()
-    if not (found := gpus()):  # CUDA itself would start a context in this process
-        raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
-    return min(gpu.free_bytes for gpu in found)
-
-
-def num_gpus() -> int:
-    """How many GPUs both frameworks find."""
-    of_torch = torch.cuda.device_count()  # starts none
-    return min(of_torch, _count_jax_gpus()) if of_torch else 0
+    """Free memory: of the machine and its container, or of the fullest GPU, as the driver says."""
+    return min(gpu.free_bytes for gpu in gpus()) if kind == "gpus" else free_memory_bytes()
 
 
 @functools.cache
-def _count_jax_gpus() -> int:
-    """GPUs that JAX finds, in a process of its own: this one must start no device, nor take a GPU's memory."""
-    command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired:
+def num_gpus() -> int:
+    """How many GPUs both frameworks find; JAX in a process of its own, since this one must start no device."""
+    if not (of_torch := torch.cuda.device_count()):
         return 0
-    last = said.stdout.split()[-1:]
-    return int(last[0]) if said.returncode == 0 and last else 0
+    command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_COUNT_TIMEOUT_S)
+    return min(of_torch, int(said.stdout.split()[-1])) if said.returncode == 0 else 0
 
 
 def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:

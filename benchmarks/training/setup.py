@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxddp import STRATEGIES
 from jaxddp.models import SIZES
@@ -16,7 +17,7 @@ from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
 # What is timed beside training, to predict its steps: see ``buckets.py``.
-PROBES, FORWARD_BACKWARD, AT_ONCE = "probes", "forward and backward", "forward and backward beside all-reduces"
+FORWARD_BACKWARD, AT_ONCE = "forward and backward", "forward and backward beside all-reduces"
 NUM_PROBED = 4  # all-reduces in a row that a probe times at once
 SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
@@ -25,7 +26,7 @@ PEERS = {
     "torchref": ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer", "fully_shard"),
 }
 NAMES = (*STRATEGIES, *PEERS["jaxddp"], *PEERS["torchref"])
-OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "data", "dtype")
+OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "dtype")
 DTYPES = ("f32", "tf32", "bf16")
 BYTE_MODEL, QUICK_MODEL, GPU_MODEL = "byte", "byte_shallow", "seed_xl"
 GPU_SEQUENCES, GPU_STEPS, GPU_QUICK_STEPS = 16, 30, 12  # a batch that fills a GPU; rounds are short there
@@ -62,19 +63,24 @@ class StrategySpec(NamedTuple):
         return self.name in STRATEGIES or self.name == "DistributedDataParallel"
 
 
-class Probes(NamedTuple):
-    """The parts of a framework's step, each done when its function returns."""
+class Run(NamedTuple):
+    """A strategy's own copy of the training run, on each rank.
 
-    buffers_of: Callable[[int], Any]  # makes NUM_PROBED buffers of so many bytes on each rank
-    forward_backward: Callable[[int], None]
-    all_reduce: Callable[[Any, int], None]
-    both: Callable[[Any, int], None]
+    Attributes:
+        step: Takes the step of a round: loss and gradient norm, once all of it is done.
+        weights: Gives the whole parameters, in float32 and by the names of torch; every rank must ask.
+        planned: ``(kind, bytes)`` of the collectives that were planned; None of a peer.
+        found: Those of the compiled program, or that torch's first step issued.
+        buckets: Torch's names and the bytes of the tensors of each bucket, in launch order.
+        ready_shares: Of JAX's, by torch's names: the share of a rank's matrix products done before a gradient is ready.
+    """
 
-    def steps(self, sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
-        """By label what is timed by turns: each takes the number of the round."""
-        found = {all_reduce_label(one): partial(self.all_reduce, self.buffers_of(one)) for one in sizes}
-        both = partial(self.both, self.buffers_of(sizes[-2]))
-        return {FORWARD_BACKWARD: self.forward_backward, AT_ONCE: both, **found}
+    step: Callable[[int], tuple[float, float]]
+    weights: Callable[[], dict[str, np.ndarray]]
+    planned: list[tuple[str, int]] | None = None
+    found: list[tuple[str, int]] | None = None
+    buckets: Sequence[Sequence[tuple[str, int]]] = ()
+    ready_shares: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -134,18 +140,17 @@ class TrainingSetup:
         Raises:
             ValueError: If one does not fit by itself.
         """
-        free, groups = free_bytes(self.ranks.kind), self.ranks.groups(self.frameworks)
-        together = [group for group in groups if needed_bytes(self, group) <= free]
-        split = [(one,) for group in groups if group not in together for one in group]
-        for (one,) in split:
-            needed = needed_bytes(self, (one,))
+        free = free_bytes(self.ranks.kind)
+        if self.ranks.kind != "simulated" and needed_bytes(self, self.frameworks) <= free:
+            return [self.frameworks]
+        for one in self.frameworks:
             most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
-            if needed > most:
+            if (needed := needed_bytes(self, (one,))) > most:
                 raise ValueError(
                     f"model (={self.model}) must fit into memory: {self.num_runs(one)} training runs of {one} side by"
                     f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
-        return [*together, *split]
+        return [(one,) for one in reversed(self.frameworks)]  # torch compiles nothing, so its rows come first
 
 
 def all_reduce_label(num_bytes: int) -> str:
@@ -211,8 +216,7 @@ def make_setup(
     On GPUs the defaults are seed_xl, 16 sequences a GPU and 30 rounds (12 in the short form).
 
     Raises:
-        ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind
-            cannot compute so.
+        ValueError: If the model is unknown, the batch cannot be split, or ranks of the kind cannot compute so.
     """
     ranks = ranks or choose_ranks(options.ranks, options.on, default=2)
     if on_gpus := ranks.kind == "gpus":
@@ -226,9 +230,7 @@ def make_setup(
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
     vocab, context = SIZES[model].vocab, SIZES[model].context
     reads_text = vocab == 256
-    if options.data is not None and not reads_text:
-        raise ValueError(f"data (={options.data}) must come with a model of bytes, such as {BYTE_MODEL!r}")
-    source = Corpus(options.data, context=context) if reads_text else RandomTokens(vocab, context)
+    source = Corpus(context=context) if reads_text else RandomTokens(vocab, context)
     batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
     tolerance = TOLERANCE if reads_text and dtype == "f32" else None
     return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
