@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -56,12 +57,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark; the module's docstring says what each function does.
-
-    Attributes:
-        options: Names of the options that it takes.
-        notes: Sentences below the tables.
-    """
+    """A benchmark, with the names of the options that it takes and the sentences below its tables."""
 
     name: str
     summary: str
@@ -75,17 +71,9 @@ class Benchmark:
 
 
 def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
-    """Measures every case and writes the folder.
+    """Measures every case and writes the folder, if it is given; in a job only its first process has one.
 
-    Args:
-        benchmark: What is measured.
-        options: Of the command line.
-        folder: Where its files go; None in processes of a job that write none.
-        say: Prints a line.
-        about: Fields of every row: the lab or the job that ranks run in.
-
-    Returns:
-        Whether no row failed or is wrong; rows that were not run do not count.
+    Rows also have the fields of ``about``, the lab or job that ranks run in. Returns whether none failed or is wrong.
     """
     rows: list[Row] = []
     common = {"benchmark": benchmark.name, **environment(), **about}
@@ -159,15 +147,10 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit checked out beside this file, with ``+`` if files differ from it; empty if there is none."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit, changes = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return commit + ("+" if changes else "")
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def first_line(error: BaseException) -> str:

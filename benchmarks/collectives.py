@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from jaxddp.environment import cuda_libraries
 from jaxddp.network import GB
 from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import stopwatch, summarize
 
 from . import nccl_tests
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
+from .collective_calls import jax_call, torch_call
 from .collective_cases import NAMES, QUICK_NAMES, rates
-from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
+from .ranks import PROCESS_BYTES, Ranks, about, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
 from .render import CHECK, STEP, Column, Row, by, counts, new_figure, percent, size
 from .timing import Attempts, interleave
 
@@ -75,18 +75,16 @@ def cases(options: Options) -> list[Case]:
 
 
 def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
-    counts: list[int | None] = [options.ranks] if options.ranks else [2] if options.quick else [*RANKS]
-    kinds: Sequence[str] = [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_gpus() else [])]
-    counts = [None] if options.on == "job" else counts
-    if "gpus" in kinds and not options.ranks and not options.quick:
-        counts = [*counts, *([num_gpus()] if num_gpus() not in RANKS else [])]
-    for num in counts:
-        for kind in kinds:
-            is_there = kind != "gpus" or 2 <= (num or 0) <= num_gpus()
-            if is_there or options.ranks:
-                ranks = choose_ranks(num, kind, default=2)
-                both = ("jaxddp",) if kind == "simulated" and not options.on else ("jaxddp", "torchref")
-                yield from ((ranks, framework) for framework in both)
+    num_found = num_gpus() if options.on in (None, "gpus") else 0
+    default = (2,) if options.quick else RANKS
+    for kind in [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_found else [])]:
+        counts: Sequence[int | None] = default if kind in ("simulated", "processes") else [None]  # all that are there
+        if kind == "gpus":
+            counts = sorted({num for num in (*default, num_found) if 2 <= num <= num_found})
+        for num in [options.ranks] if options.ranks else counts:
+            ranks = choose_ranks(num, kind, default=2)
+            both = ("jaxddp",) if kind == "simulated" and not options.on else ("jaxddp", "torchref")
+            yield from ((ranks, framework) for framework in both)
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
@@ -96,13 +94,12 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
         return
     sweep: Sweep = case.setup
     say(f"{case.name}: {size(sweep.sizes[0])} to {size(sweep.sizes[-1])}")
-    sizes, left_out = fitting(sweep)
-    rows = sweep.ranks.run(time_sweep, sweep, sizes, in_jax=sweep.framework == "jaxddp", say=say) if sizes else []
+    (sizes, left_out), ranks, framework = fitting(sweep), sweep.ranks, sweep.framework
+    rows = ranks.run(time_sweep, sweep, sizes, in_jax=framework == "jaxddp", say=say) if sizes else []
     rows.sort(key=lambda row: (NAMES.index(row["collective"]), row["asked_bytes"]))
-    rows += [{"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
-    backend, num = sweep.ranks.backend(sweep.framework), sweep.ranks.num
-    common = {"framework": sweep.framework, "backend": backend, "dtype": "float32", "num_ranks": num}
-    yield from (common | row for row in rows)
+    common = {"framework": framework, "backend": ranks.backend(framework), "num_ranks": ranks.num}
+    rows += [common | {"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
+    yield from rows
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
@@ -121,20 +118,17 @@ def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
 
 def time_sweep(ranks: Ranks, sweep: Sweep, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Times all sizes; runs on each rank."""
-    from .collective_calls import JaxCalls, TorchCalls
-
-    side = (JaxCalls if sweep.framework == "jaxddp" else TorchCalls)(ranks)
+    call_of = partial(jax_call if sweep.framework == "jaxddp" else torch_call, ranks)
     rows: list[dict[str, Any]] = []
     for asked in sizes:
         say_on_rank(f"{ranks.backend(sweep.framework)}, {ranks.num} ranks: {size(asked)}")
         attempt = Attempts(agree)
-        made = {name: attempt(name, partial(side.make, name, asked)) for name in sweep.names}
-        calls = {name: call for name, call in made.items() if call}
-        rows += _time_calls(sweep, asked, calls, attempt)
+        made = {name: attempt(name, partial(call_of, name, asked)) for name in sweep.names}
+        rows += _time_calls(sweep, asked, {name: call for name, call in made.items() if call}, attempt)
         failed = {name: f"{FAILED}{why}" for name, why in attempt.failed.items()}
         rows += [{"collective": name, "asked_bytes": asked, "check": check} for name, check in failed.items()]
-    of_all = {"device": side.device, "versions": side.versions | (cuda_libraries() if ranks.kind == "gpus" else {})}
-    return [of_all | row for row in rows]
+    common = about(ranks, sweep.framework) | {"dtype": "float32"}
+    return [common | row for row in rows]
 
 
 def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attempts) -> Iterator[dict[str, Any]]:
@@ -247,9 +241,9 @@ BENCHMARK = Benchmark(
         "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
         "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"
         " rank has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1",
-        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all, CP collective-permute, SR"
-        " send-recv, B broadcast, R reduce; XLA's are read back from the compiled program, torch's are those issued."
-        " Over Gloo, others replace XLA's reduce-scatter and all-gather",
+        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute; XLA's are read back"
+        " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
+        " all-gather",
         "latency and rate: time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
         "in a row: a call of 20 between two synchronisations, as nccl-tests times them",
         "simulated devices (XLA in-process) copy within one memory and send nothing",

@@ -3,18 +3,15 @@
     python -m benchmarks memory --model seed_xl --target h100:2
 
 State that lives across steps must be that of the layout to the byte; the formula leaves padding out. Where there are
-GPUs, each strategy also takes two steps in processes of its own, so that none is charged for another's memory, and the
-table has what the allocators say at three moments, as the assignment report's: after initialisation, at the peak of the
-step, and after it.
+GPUs, each strategy also takes two steps in processes of its own, so that none is charged for another's memory: a table
+has what the allocators say at the moments of the assignment report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,12 +19,12 @@ import numpy as np
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, transformer_training
-from jaxddp.instruments.memory import Allocated, allocated_bytes, held_bytes, step_memory
+from jaxddp.instruments.memory import held_bytes, step_memory
 from jaxddp.models import SIZES, build
 from jaxddp.planning.formulas import state_bytes
 
-from .benchmark import WRONG, Benchmark, Case, NotRun, Options, Say
-from .ranks import FRAMEWORKS, Ranks, choose_ranks, mesh_of, num_gpus
+from .benchmark import WRONG, Benchmark, Case, Options, Say
+from .ranks import FRAMEWORKS, Ranks, about, mesh_of, num_gpus
 from .render import CHECK, MIB, Column, Row, mib, new_figure
 from .training.setup import QUICK_MODEL, check_batch, check_known
 
@@ -40,8 +37,7 @@ ALLOCATORS = "What the allocator of the first GPU says"
 ONE_RANK = "one rank has nothing to shard with: all strategies hold the same state here, and ZeRO saves nothing"
 
 
-@dataclass(frozen=True)
-class MemorySetup:
+class MemorySetup(NamedTuple):
     """What is compiled for a target, or run on ``ranks``; ``batch_size`` sequences in all."""
 
     model: str
@@ -63,8 +59,7 @@ def cases(options: Options) -> list[Case]:
     check_batch(batch_size, num_ranks, of="devices")
     found = [Case(name, MemorySetup(model, target, num_ranks, name, batch_size)) for name in names]
     if num_gpus():
-        ranks = choose_ranks(None, "gpus", default=1)
-        ranks = replace(ranks, num=min(ranks.num, num_ranks))
+        ranks = Ranks(min(num_gpus(), num_ranks), "gpus")
         size = batch_size // num_ranks * ranks.num
         found += [
             Case(f"{framework} {name} on GPUs", MemorySetup(model, target, ranks.num, name, size, framework, ranks))
@@ -92,22 +87,18 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
 
 
 def compiled_row(setup: MemorySetup) -> dict[str, Any]:
-    """Compiles a strategy's step and compares its state with the layout; raises NotRun without a compiler."""
+    """Compiles a strategy's step and compares its state with the layout."""
     made = transformer_training(SIZES[setup.model], setup.batch_size)
     trainer = _trainer(setup, made, targets.mesh(setup.target))
     state = trainer.abstract_state(made.params)
-    try:
-        program = trainer.compile(state, made.batch)
-    except ValueError as error:
-        raise (NotRun(str(error)) if "install" in str(error) else error) from None
-    memory, held = step_memory(program, state), held_bytes(trainer.layout(state))
+    memory, held = step_memory(trainer.compile(state, made.batch), state), held_bytes(trainer.layout(state))
     stage = int(setup.strategy[-1]) if setup.strategy[-1].isdigit() else 0
     formula = state_bytes(SIZES[setup.model].num_params, stage, setup.num_ranks)
     apart = sum(memory[:2]) - sum(held[:2])
     return {
         "device": setup.target, "compiled": memory._asdict(), "compiled_bytes": sum(memory),
         "state_bytes": memory.state, "formula_bytes": formula.parameters + formula.optimizer_state,
-        "check": f"{WRONG}{apart:+,} bytes" if apart else "ok", "versions": {"jax": version("jax")},
+        "check": f"{WRONG}{apart:+,} bytes" if apart else "ok", "versions": {"jax": jax.__version__},
     }  # fmt: skip
 
 
@@ -119,21 +110,13 @@ def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     """Takes two steps; the first rank's figures, less what was in use before."""
     mesh, made = mesh_of(ranks), transformer_training(SIZES[setup.model], setup.batch_size)
     device, batch = jax.local_devices()[0], jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.batch)
-
-    def now() -> Allocated:
-        if (found := allocated_bytes(device)) is None:
-            raise ValueError(f"{device.platform} devices count no allocations")
-        return found
-
-    before, trainer = now(), _trainer(setup, made, mesh)
+    before, trainer = device.memory_stats()["bytes_in_use"], _trainer(setup, made, mesh)
     state = trainer.init(jax.tree.map(np.asarray, build(setup.model)[1]))
-    after_init = now()
+    after_init = device.memory_stats()["bytes_in_use"]
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.step(state, jaxddp.local_rows(batch)))
-    after = now()
-    return _figures(
-        device.device_kind, before.in_use_bytes, after_init.in_use_bytes, after.peak_bytes, after.in_use_bytes
-    )
+    after = device.memory_stats()
+    return _figures(ranks, setup, before, after_init, after["peak_bytes_in_use"], after["bytes_in_use"])
 
 
 def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
@@ -153,12 +136,13 @@ def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     for _ in range(2):
         trainer.step({"tokens": tokens, "targets": tokens})
     torch.cuda.synchronize()
-    return _figures(torch.cuda.get_device_name(), before, after_init, torch.cuda.max_memory_allocated(), now())
+    return _figures(ranks, setup, before, after_init, torch.cuda.max_memory_allocated(), now())
 
 
-def _figures(device: str, before: int, after_init: int, peak: int, after: int) -> dict[str, Any]:
-    found = {"after_init_bytes": after_init - before, "peak_bytes": peak - before, "after_step_bytes": after - before}
-    return {"table": ALLOCATORS, "device": device, **found, "check": "ok"}
+def _figures(ranks: Ranks, setup: MemorySetup, before: int, *held: int) -> dict[str, Any]:
+    names = "after_init_bytes", "peak_bytes", "after_step_bytes"
+    found = {name: one - before for name, one in zip(names, held, strict=True)}
+    return about(ranks, setup.framework) | found | {"table": ALLOCATORS, "check": "ok"}
 
 
 def _held(row: Row, keys: Sequence[str]) -> int | None:

@@ -24,7 +24,6 @@ def test_one_device_shards_nothing_and_it_is_said(monkeypatch):
 
 def test_on_gpus_every_strategy_runs_in_processes_of_its_own(monkeypatch):
     monkeypatch.setattr(memory, "num_gpus", lambda: 1)
-    monkeypatch.setattr("benchmarks.ranks.num_gpus", lambda: 1)
     cases = memory.cases(options(quick=True))
     assert [case.name for case in cases[4:]] == [
         f"{framework} {name} on GPUs" for framework in ("jaxddp", "torchref") for name in memory.OF_EACH_STAGE

@@ -8,14 +8,16 @@ from __future__ import annotations
 import html
 import io
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+
+from jaxddp.table import count_kinds
 
 if TYPE_CHECKING:
     from .benchmark import Benchmark
@@ -94,25 +96,13 @@ def size(num_bytes: float) -> str:
 
 
 def counts(collectives: Sequence[Sequence[Any]]) -> str:
-    """The number of collectives of each kind: AR is all-reduce, RS reduce-scatter, AG all-gather.
-
-    Example:
-        >>> counts([("all-reduce", 1), ("all-gather", 1), ("all-reduce", 2)]), counts([])
-        ('1 AG, 2 AR', 'none')
-    """
-    kinds = Counter("".join(word[:1].upper() for word in kind.split("-")) for kind, *_ in collectives)
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+    """The number of collectives of each kind."""
+    return count_kinds(sorted((kind, num_bytes) for kind, num_bytes in collectives))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        of: The key of a row's value, or a function of the row.
-        unit: Shown below the heading.
-        form: Formats a value that is not text.
-    """
+    """A column of a table: ``of`` is the key of a row's value or a function of the row, ``form`` formats numbers."""
 
     name: str
     of: str | Callable[[Row], Any] = ""
@@ -239,10 +229,9 @@ def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: f
     return figure, axes
 
 
-def whiskers(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> list[list[float]]:
+def whiskers(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> np.ndarray:
     """Distances to both ends of intervals, as matplotlib wants them; 0 where an interval leaves out its value."""
-    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
-    return [below, [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]]
+    return np.maximum([np.subtract(values, lows), np.subtract(highs, values)], 0)
 
 
 def by(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
