@@ -70,8 +70,8 @@ class Benchmark:
     notes: Sequence[str] = ()
 
 
-def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
-    """Measures every case and writes the folder, if it is given; in a job only its first process has one.
+def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
+    """Measures the cases and writes the folder, if it is given; in a job only its first process has one.
 
     Rows also have the fields of ``about``, the lab or job that ranks run in. Returns whether none failed or is wrong.
     """
@@ -86,7 +86,7 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
             with (folder / METRICS).open("a") as lines:
                 lines.write(json.dumps(rows[-1]) + "\n")
 
-    for case in benchmark.cases(options):
+    for case in cases:
         try:
             for row in benchmark.measure(case._replace(folder=folder), say):
                 keep(row, case.name)
