@@ -44,21 +44,13 @@ PREDICTED = "Predicted steps, and the best cap"
 
 
 class Costs(NamedTuple):
-    """What was measured for a framework on its ranks.
+    """What was measured for a framework on its ranks."""
 
-    Attributes:
-        alone_s: The step without communication.
-        forward_backward_s: The part of it that is forward and backward.
-        latency_s: o, of one all-reduce.
-        bytes_per_s: w, bytes of the buffer per second.
-        rate: Speed of computing and of communicating while both run, as a share of that alone.
-    """
-
-    alone_s: float
-    forward_backward_s: float
-    latency_s: float
-    bytes_per_s: float
-    rate: float
+    alone_s: float  # the step without communication
+    forward_backward_s: float  # the part of it that is forward and backward
+    latency_s: float  # o, of one all-reduce
+    bytes_per_s: float  # w, of the buffer
+    rate: float  # of computing and of communicating while both run, as a share of that alone
 
 
 def cases(options: Options) -> list[Case]:
@@ -109,69 +101,42 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def fit_costs(probes_ms: Mapping[str, Sequence[float]], baselines_ms: Sequence[Sequence[float]]) -> Costs:
-    """Fits the costs to medians of the rounds; raises ValueError if all-reduces do not take longer with their size."""
+    """Fits the costs to medians of the rounds; raises ValueError if they do not grow as they should."""
     medians_s = {label: float(np.median(times)) / 1e3 for label, times in probes_ms.items()}
     sizes = sorted(int(label.split()[-1]) for label in medians_s if label.startswith("all-reduce"))
     fit = fit_sweep(sizes, [medians_s[all_reduce_label(size)] / NUM_PROBED for size in sizes])
-    computing_s = medians_s[FORWARD_BACKWARD]
-    rate = rate_at_once(computing_s, medians_s[all_reduce_label(sizes[-2])], medians_s[AT_ONCE])
+    # Started at once, a of computing and b of communicating take |a - b| + min(a, b) / rate.
+    alone = medians_s[FORWARD_BACKWARD], medians_s[all_reduce_label(sizes[-2])]
+    shared_s = medians_s[AT_ONCE] - (max(alone) - min(alone))
+    if shared_s <= 0:
+        raise ValueError(f"both at once take {medians_s[AT_ONCE]:.3g} s, less than {max(alone) - min(alone):.3g}")
     alone_s = float(np.median(np.concatenate([np.asarray(times) for times in baselines_ms]))) / 1e3
-    return Costs(alone_s, computing_s, max(0.0, fit.latency_s), fit.bytes_per_s, rate)
+    return Costs(alone_s, alone[0], max(0.0, fit.latency_s), fit.bytes_per_s, min(1.0, min(alone) / shared_s))
 
 
 def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, float], costs: Costs) -> float:
-    """Seconds of a step with these buckets, each a list of ``(name, bytes)``.
+    """Seconds of a step with these buckets, each a list of ``(name, bytes)``, which are sent in order.
 
     Example:
-        >>> costs = Costs(1.0, 0.8, 0.0, 1e6, rate=1.0)
-        >>> predict([[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}, costs)
-        1.3
+        >>> buckets, shares = [[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}
+        >>> [round(predict(buckets, shares, Costs(1.0, 0.8, 0.0, 1e6, rate)), 3) for rate in (1.0, 0.5)]
+        [1.3, 1.4]
     """
-    ready_s = [costs.forward_backward_s * max(shares[name] for name, _ in bucket) for bucket in buckets]
-    send_s = [costs.latency_s + sum(num_bytes for _, num_bytes in bucket) / costs.bytes_per_s for bucket in buckets]
-    exposed_s = shared_finish_s(costs.forward_backward_s, ready_s, send_s, costs.rate) - costs.forward_backward_s
-    return float(costs.alone_s + exposed_s)
-
-
-def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:
-    """Gives r, at most 1: how fast compute and communication progress while both run, as a share of that alone.
-
-    A compute of a seconds and a communication of b seconds, started at once, take ``|a - b| + min(a, b) / r``.
-
-    Example:
-        >>> rate_at_once(2.0, 1.0, 3.0), rate_at_once(2.0, 1.0, 2.0)
-        (0.5, 1.0)
-    """
-    shared_s = together_s - abs(compute_s - communicate_s)
-    if shared_s <= 0:
-        raise ValueError(f"together_s (={together_s:g}) must be more than {abs(compute_s - communicate_s):g}")
-    return min(1.0, min(compute_s, communicate_s) / shared_s)
-
-
-def shared_finish_s(compute_s: float, ready_s: Iterable[float], communicate_s: Iterable[float], rate: float) -> float:
-    """Gives when compute and all buckets have ended, if they slow each other down to ``rate``.
-
-    ``ready_s`` counts seconds of the compute alone, bucket by bucket in launch order.
-
-    Example:
-        >>> [shared_finish_s(3.0, [1.0, 3.0], [1.0, 1.0], rate) for rate in (1.0, 0.5)]
-        [4.0, 5.0]
-    """
-    now = computed = 0.0
-    for ready, left in zip(ready_s, communicate_s, strict=True):
-        if computed < ready:
-            now, computed = now + ready - computed, ready
-        overlapped = min(left, compute_s - computed)  # compute and communication progress equally
-        computed += overlapped
-        now += overlapped / rate + left - overlapped
-    return now + compute_s - computed
+    now_s = computed_s = 0.0
+    for bucket in buckets:
+        ready_s = costs.forward_backward_s * max(shares[name] for name, _ in bucket)
+        left_s = costs.latency_s + sum(num_bytes for _, num_bytes in bucket) / costs.bytes_per_s
+        if computed_s < ready_s:
+            now_s, computed_s = now_s + ready_s - computed_s, ready_s
+        overlapped_s = min(left_s, costs.forward_backward_s - computed_s)  # both progress equally
+        computed_s += overlapped_s
+        now_s += overlapped_s / costs.rate + left_s - overlapped_s
+    return costs.alone_s + now_s - computed_s
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Steps by cap, measured and predicted."""
     measured = by([row for row in rows if row.get("rounds_ms")], "framework")
-    if not measured:
-        return
     figure, axes = new_figure("One training step by bucket cap", 1, len(measured))
     for axis, ((framework,), some) in zip(axes[0], measured.items(), strict=True):
         caps, times = [row["bucket_mb"] for row in some], [row["median_ms"] for row in some]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from jaxddp.network import GB
 from jaxddp.planning.formulas import fit_sweep
-from jaxddp.training.clock import stopwatch, summarize
+from jaxddp.training.clock import summarize
 
 from . import nccl_tests
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
@@ -33,7 +33,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES, QUICK_SIZES = tuple(KIB * 4**power for power in range(11)), (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 MIN_ROUNDS, MAX_ROUNDS, NUM_WARMUP = 5, 100, 2
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
-IN_A_ROW, MOST_IN_A_ROW_BYTES = 20, MIB  # calls between two synchronisations, as nccl-tests times them; on GPUs
 # Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
 # up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
 HELD = 12.5
@@ -162,17 +161,7 @@ def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attemp
         }  # fmt: skip
         if call.planned is not None and sorted(call.planned) != sorted(found):
             row["check"] = f"{WRONG}other collectives than planned"
-        if sweep.ranks.kind == "gpus" and asked <= MOST_IN_A_ROW_BYTES:
-            row["in_a_row_us"] = 1e6 * float(np.median([_in_a_row(call) for _ in range(1 + MIN_ROUNDS)][1:]))
         yield row
-
-
-def _in_a_row(call: Any) -> float:
-    """Seconds of one of several calls; those in place take the result of the one before, so nothing is checked."""
-    given = call.prepare()
-    dist.barrier()
-    _, seconds = stopwatch(lambda: [call.run(given) for _ in range(IN_A_ROW)][-1], wait=lambda result: None)
-    return max(gather(seconds)) / IN_A_ROW
 
 
 def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -245,7 +234,7 @@ BENCHMARK = Benchmark(
         " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
         " all-gather",
         "latency and rate: time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
-        "in a row: a call of 20 between two synchronisations, as nccl-tests times them",
+        "in a row: a call of 20 between two synchronisations, as nccl-tests times them; ours are timed one by one",
         "simulated devices (XLA in-process) copy within one memory and send nothing",
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ has what the allocators say at the moments of the assignment report.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from jaxddp.planning.formulas import state_bytes
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say
 from .ranks import FRAMEWORKS, Ranks, about, mesh_of, num_gpus
-from .render import CHECK, MIB, Column, Row, mib, new_figure
+from .render import CHECK, Column, Row, mib
 from .training.setup import QUICK_MODEL, check_batch, check_known
 
 COMPONENTS = {
@@ -149,22 +149,6 @@ def _held(row: Row, keys: Sequence[str]) -> int | None:
     return sum(row["compiled"][key] for key in keys) if row.get("compiled") else None
 
 
-def plot(rows: Sequence[Row]) -> Iterable[Any]:
-    """Stacked bars of the components."""
-    some = [row for row in rows if row.get("compiled")][::-1]
-    if not some:
-        return
-    figure, axes = new_figure("Memory of a device in a step", 1, 1, height=3.6)
-    names, left = [row["strategy"] for row in some], np.zeros(len(some))
-    for component, keys in COMPONENTS.items():
-        held = np.array([(_held(row, keys) or 0) / MIB for row in some])
-        axes[0][0].barh(names, held, left=left, label=component)
-        left += held
-    axes[0][0].set_xlabel("MiB")
-    figure.legend(loc="outside lower center", ncols=len(COMPONENTS))
-    yield figure
-
-
 BENCHMARK = Benchmark(
     "memory", "what a step holds on each device, by strategy", ("quick", "batch_size", "model", "strategies", "target"),
     cases, measure,
@@ -182,7 +166,6 @@ BENCHMARK = Benchmark(
             Column("in use after the step", "after_step_bytes", "MiB", mib), CHECK,
         ),
     },
-    plot,
     notes=(
         "within the step: temporaries as the compiler laid them out, activations, gradients and buckets together",
         "state: what lives across steps, parameters and optimizer state to the byte as the layout has them; by formula:"

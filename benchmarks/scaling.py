@@ -30,12 +30,11 @@ def cases(options: Options) -> list[Case]:
     batch_size = options.batch_size or -(-BATCH // most.num) * most.num
     counts = [2**power for power in range(most.num.bit_length()) if 2**power < most.num] + [most.num]
     counts = [most.num] if most.is_job else counts
-    modes: dict[tuple[int, int], list[str]] = {}
+    modes = {(count, batch_size): ["strong"] for count in counts}
     for count in counts:
-        modes.setdefault((count, batch_size), []).append("strong")
         modes.setdefault((count, batch_size // most.num * count), []).append("weak")
     found, names = [], options.strategies or ["bucketed"]
-    for (count, size), its_modes in modes.items():
+    for (count, size), its_modes in sorted(modes.items()):
         ranks = replace(most, num=count, hosts=most.hosts[:count])
         given = type(options)(**vars(options) | {"batch_size": size})
         setup = make_setup(
@@ -64,9 +63,9 @@ def efficiency(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         first = min(some, key=lambda row: row["num_ranks"])
         for row in sorted(some, key=lambda row: row["num_ranks"]):
             share = first["num_ranks"] / row["num_ranks"] if mode == "strong" else 1.0
-            kept = ("device", "num_ranks", "global_batch", "median_ms", "p10_ms", "p90_ms")
             found = {"table": EFFICIENCY, "mode": mode, "framework": framework, "label": label}
-            found |= {key: row.get(key) for key in kept} | {"efficiency": first["median_ms"] / row["median_ms"] * share}
+            found |= {key: row.get(key) for key in ("device", "num_ranks", "global_batch")}
+            found["efficiency"] = first["median_ms"] / row["median_ms"] * share
             if row is not first:
                 ratio = compare(first["rounds_ms"], row["rounds_ms"], paired=False)
                 found |= {"low": ratio.low * share, "high": ratio.high * share}
@@ -93,17 +92,16 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
     yield figure
 
 
-_HEAD = (Column("scaling", "mode"), Column("framework"), Column("strategy", "label"))
-_RANKS = (Column("ranks", "num_ranks"), Column("batch", "global_batch"))
+_HEAD = (
+    Column("scaling", "mode"), Column("framework"), Column("strategy", "label"), Column("ranks", "num_ranks"),
+    Column("batch", "global_batch"),
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "scaling", "strong and weak scaling on the ranks that are here", (*OPTIONS, "strategies"), cases, measure_case,
     {
-        "Steps by number of ranks": (
-            *_HEAD, *_RANKS, Column("compiled", form=counts), *STEP, Column("exposed", "exposed_ms", "ms"), CHECK,
-        ),
+        "Steps by number of ranks": (*_HEAD, Column("compiled", form=counts), *STEP, CHECK),
         EFFICIENCY: (
-            *_HEAD, *_RANKS, *STEP, Column("efficiency", form=percent),
-            interval("95 % interval", "low", "high", form=percent), CHECK,
+            *_HEAD, Column("efficiency", form=percent), interval("95 % interval", "low", "high", form=percent), CHECK
         ),
     },
     plot, efficiency,
