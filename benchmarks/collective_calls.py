@@ -101,7 +101,9 @@ def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
     given = torch.from_numpy(values(rank, brought_length(name, asked_bytes, num_ranks)))
     given = given.cuda() if on_gpu else given
     overwritten = torch.empty_like(given) if name in _IN_PLACE else given
-    segments = expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES)
+
+    def wrong(result: Any) -> int:
+        return num_wrong(result.cpu().numpy(), expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES))
 
     def wait() -> None:
         if on_gpu:
@@ -121,6 +123,6 @@ def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
     with collectives.record() as issued:
         call(prepare())
     return Call(
-        size_bytes, prepare, call, lambda result: num_wrong(result.cpu().numpy(), segments),
+        size_bytes, prepare, call, wrong,
         plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
     )  # fmt: skip

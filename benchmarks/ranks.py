@@ -57,18 +57,12 @@ _job: Job | None = None  # the one that this process has joined
 
 @dataclass(frozen=True)
 class Ranks:
-    """So many ranks of a kind; plain data, sent to their processes.
-
-    Attributes:
-        kind: ``simulated``, ``processes``, ``gpus`` or ``lab``; in a job ``processes`` or ``gpus``.
-        hosts: Of a lab: rank r runs on the r-th.
-        is_job: Whether the processes were started by srun, torchrun or mpirun.
-    """
+    """So many ranks of a kind; plain data, sent to their processes."""
 
     num: int
-    kind: str
-    hosts: tuple[Host, ...] = ()
-    is_job: bool = False
+    kind: str  # of ``KINDS``; in a job ``processes`` or ``gpus``
+    hosts: tuple[Host, ...] = ()  # of a lab: rank r runs on the r-th
+    is_job: bool = False  # whether the processes were started by srun, torchrun or mpirun
 
     def backend(self, framework: str) -> str:
         """What carries the collectives."""
@@ -171,11 +165,7 @@ def agree(said: str) -> str:
 
 
 def join_job() -> tuple[bool, dict[str, Any]]:
-    """Joins this process to the ranks that srun, torchrun or mpirun has started.
-
-    Returns:
-        Whether it is the first; and the fields of rows about the job.
-    """
+    """Joins this process to those of its job; tells whether it is the first, and the fields of rows about the job."""
     global _job
     _job = find_job()
     if _job is None:
@@ -197,11 +187,7 @@ def _set_variables(defaults: Mapping[str, str]) -> None:
 def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: str = "processes") -> Ranks:
     """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts.
 
-    Args:
-        num: How many were asked for; None for all GPUs or ``default`` on CPUs, for a host each of a lab.
-        kind: One of ``KINDS``; None for GPUs where both frameworks find some, else ``on_cpus``.
-        default: On CPUs.
-        on_cpus: The kind.
+    ``num`` None takes all GPUs, ``default`` on CPUs, a host each of a lab; ``kind`` None GPUs, or else ``on_cpus``.
     """
     if kind == "job":
         assert _job is not None, "the process has joined its job"

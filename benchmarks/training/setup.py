@@ -57,11 +57,6 @@ class StrategySpec(NamedTuple):
         """Those of its factory."""
         return {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
 
-    @property
-    def has_baseline(self) -> bool:
-        """Whether its step can run without communication; of peers DistributedDataParallel alone can."""
-        return self.name in STRATEGIES or self.name == "DistributedDataParallel"
-
 
 class Run(NamedTuple):
     """A strategy's own copy of the training run, on each rank.
@@ -85,32 +80,19 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """One training run, repeated under several strategies side by side; plain data, sent to the rank processes.
+    """One training run, repeated under several strategies side by side; plain data, sent to the rank processes."""
 
-    Attributes:
-        model: A name that both packages' ``models.build`` know.
-        strategies: By framework.
-        batches: Global batches, one for each round; warm-up rounds come first and are not timed.
-        tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
-        must_learn: Whether the loss has to fall; random tokens teach nothing.
-        dtype: ``f32``, ``tf32`` (products of float32 in TF32) or ``bf16`` (all in bfloat16), set in both frameworks.
-        learning_rate: Of AdamW, with weight decay 0.01.
-        with_baselines: Whether each strategy also runs with its communication removed.
-        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
-            and beside all-reduces of the last size but one.
-    """
-
-    model: str
-    strategies: dict[str, tuple[StrategySpec, ...]]
+    model: str  # a name that both packages' ``models.build`` know
+    strategies: dict[str, tuple[StrategySpec, ...]]  # by framework
     ranks: Ranks
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch, ...]  # global ones, one for each round; warm-up rounds come first and are not timed
     num_warmup: int = 2
-    tolerance: float | None = None
-    must_learn: bool = False
-    dtype: str = "f32"
-    learning_rate: float = 1e-3
-    with_baselines: bool = True
-    probe_bytes: tuple[int, ...] = ()
+    tolerance: float | None = None  # of weights, to single-process training; None: losses and norms alone are judged
+    must_learn: bool = False  # whether the loss has to fall; random tokens teach nothing
+    dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
+    learning_rate: float = 1e-3  # of AdamW, with weight decay 0.01
+    with_baselines: bool = True  # whether each strategy also runs with its communication removed
+    probe_bytes: tuple[int, ...] = ()  # of all-reduces that are timed alone, as forward and backward are; and both
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -127,19 +109,16 @@ class TrainingSetup:
         return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
 
     def baselines(self, framework: str) -> list[StrategySpec]:
-        """The strategies of a framework that also run without communication."""
-        return [one for one in self.strategies[framework] if self.with_baselines and one.has_baseline]
+        """The strategies of a framework that also run without communication; of peers one alone can."""
+        able = (*STRATEGIES, "DistributedDataParallel") if self.with_baselines else ()
+        return [one for one in self.strategies[framework] if one.name in able]
 
     def num_runs(self, framework: str) -> int:
         """Training runs that a framework keeps side by side: single-process training is one of them."""
         return 1 + len(self.strategies[framework]) + len(self.baselines(framework))
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The frameworks that share processes and rounds: both, if they fit into memory together.
-
-        Raises:
-            ValueError: If one does not fit by itself.
-        """
+        """The frameworks that share processes and rounds: both, if they fit together; a ValueError if one does not."""
         free = free_bytes(self.ranks.kind)
         if self.ranks.kind != "simulated" and needed_bytes(self, self.frameworks) <= free:
             return [self.frameworks]
@@ -159,12 +138,9 @@ def all_reduce_label(num_bytes: int) -> str:
 
 
 def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
-    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs.
-
-    A run keeps parameters and AdamW's two moments; torch also keeps the gradients until the next step. Of JAX one run's
-    gradients exist at a time, inside the temporaries of its step.
-    """
+    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs."""
     params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
+    # Parameters and two moments; torch also keeps gradients until the next step, JAX's are in a step's temporaries.
     copies = sum(setup.num_runs(one) * (4 if one == "torchref" else 3) for one in frameworks)
     on_gpu = setup.ranks.kind == "gpus"
     held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
@@ -211,13 +187,7 @@ def strategies_of(names: Iterable[str], model: str) -> dict[str, tuple[StrategyS
 def make_setup(
     options: Options, *, model: str, batch_size: int, num_steps: int, num_warmup: int = 2, ranks: Ranks | None = None
 ) -> TrainingSetup:
-    """Makes a setup without strategies of what the options ask for, and of defaults where they do not.
-
-    On GPUs the defaults are seed_xl, 16 sequences a GPU and 30 rounds (12 in the short form).
-
-    Raises:
-        ValueError: If the model is unknown, the batch cannot be split, or ranks of the kind cannot compute so.
-    """
+    """Makes a setup without strategies of what the options ask for, and of defaults where they do not."""
     ranks = ranks or choose_ranks(options.ranks, options.on, default=2)
     if on_gpus := ranks.kind == "gpus":
         model, batch_size, num_warmup = GPU_MODEL, GPU_SEQUENCES * ranks.num, 2
