@@ -12,9 +12,8 @@ from typing import Any
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
 from .render import CHECK, Column, Row, interval, is_sound
-from .strategies import BETWEEN, BETWEEN_COLUMNS, COLUMNS, NOTES, cases_of, measure_steps, plot_steps
+from .strategies import COLUMNS, NOTES, cases_of, measure_steps, plot_steps
 from .timing import compare
-from .training.rank import compare_frameworks
 from .training.setup import OPTIONS, PEERS, make_setup, spec_of
 
 MODEL, BATCH, NUM_ROUNDS, MIN_ROUNDS, NUM_WARMUP = "lm_9m", 8, 20, 10, 3
@@ -44,7 +43,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def judge(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """A row for each gate, and that of the two frameworks."""
+    """A row for each gate."""
     sound = [row for row in rows if is_sound(row) and row.get("median_ms")]
     for ours, theirs, limit in _GATES:
         row: dict[str, Any] = {"table": GATES, "name": f"{ours} / {theirs}", "limit": limit}
@@ -56,7 +55,6 @@ def judge(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         found = compare(one["rounds_ms"], other["rounds_ms"], paired=paired)
         row |= found._asdict() | {"ours": one["label"], "theirs": other["label"], "num_rounds": one["num_rounds"]}
         yield row | {"check": found.verdict(limit) if paired else "not judged: the two did not take turns"}
-    yield from compare_frameworks(rows)
 
 
 def _find(rows: Sequence[Row], wanted: str) -> Row | None:
@@ -79,7 +77,7 @@ _COLUMNS = (
 )
 BENCHMARK = Benchmark(
     "gates", "what may not cost more than what: jit, DistributedDataParallel, ZeRO-1", OPTIONS, cases, measure_steps,
-    {"The steps behind the ratios": COLUMNS, GATES: _COLUMNS, BETWEEN: BETWEEN_COLUMNS}, plot_steps, judge,
+    {"The steps behind the ratios": COLUMNS, GATES: _COLUMNS}, plot_steps, judge,
     ("ratio: the median of the rounds' ratios; a gate is missed if all of its interval is beyond the limit, and not"
      " judged if the limit lies between, or the interval is wider than a fifth of it", *NOTES[:3]),
 )  # fmt: skip

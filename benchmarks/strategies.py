@@ -16,7 +16,7 @@ from jaxddp import STRATEGIES
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, signed, whiskers
-from .training.rank import BETWEEN, compare_frameworks, measure
+from .training.rank import measure
 from .training.setup import BYTE_MODEL, NAMES, OPTIONS, QUICK_MODEL, TrainingSetup, in_words, make_setup, strategies_of
 
 MAIN_BATCH, BATCH, STEPS, QUICK_STEPS = 4, 8, 10, 4
@@ -41,12 +41,6 @@ COLUMNS = (
     Column("exposed", _share, "of the step", percent),
     CHECK,
 )
-BETWEEN_COLUMNS = (
-    Column("framework"),
-    Column("loss apart", "reference_difference", "relative", "{:.1e}".format),
-    CHECK,
-)
-TABLES = {"One training step by strategy": COLUMNS, BETWEEN: BETWEEN_COLUMNS}
 NOTES = (
     "step: median of the slowest rank over interleaved rounds, with p10 and p90; exposed: step time less that of the"
     " same step without communication, in the same rounds (of jit: less naive without communication)",
@@ -115,8 +109,8 @@ def strategies_cases(options: Options) -> list[Case]:
 
 
 _benchmark = partial(
-    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps, columns=TABLES, plot=plot_steps,
-    check=compare_frameworks, notes=NOTES,
+    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps,
+    columns={"One training step by strategy": COLUMNS}, plot=plot_steps, notes=NOTES,
 )  # fmt: skip
 MAIN = _benchmark("main", "every strategy in both frameworks", cases=main_cases)
 STRATEGIES_BENCHMARK = _benchmark(

@@ -18,6 +18,7 @@ from jaxddp.environment import num_cores
 from jaxddp.mesh import DATA_AXIS, platform_of
 from jaxddp.models import build
 from jaxddp.strategy import without_communication
+from jaxddp.training.jit_baseline import auto_step
 
 from ..ranks import Ranks, mesh_of
 from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Run, StrategySpec, TrainingSetup, all_reduce_label
@@ -47,68 +48,51 @@ class JaxSide:
 
     def start(self, spec: StrategySpec, *, sends: bool) -> Callable[[], Run]:
         """Makes the state of a run, and gives what compiles its step."""
-        if spec.name == "jit":
-            return self._start_jit()
+        if spec.name == "jit":  # data parallelism as JAX does it unasked, with the metrics of the trainer
+            return self._start(jaxddp.naive(), self.mesh, self.batches, is_jit=True)
         strategy = jaxddp.make_strategy(spec.name, **spec.options)
-        return self._start(strategy if sends else without_communication(strategy), self.mesh, self.batches, sends)
+        return self._start(strategy if sends else without_communication(strategy), self.mesh, self.batches, sends=sends)
 
     def reference(self) -> Run:
         """Training on one device alone."""
         alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))  # data_mesh(1) may be another process's device
-        return self._start(jaxddp.naive(), alone, self.setup.batches, True)()
+        return self._start(jaxddp.naive(), alone, self.setup.batches)()
 
-    def _start(self, strategy: jaxddp.Strategy, mesh: Mesh, batches: Sequence[Any], sends: bool) -> Callable[[], Run]:
+    def _start(
+        self, strategy: jaxddp.Strategy, mesh: Mesh, batches: Sequence[Any], *, sends: bool = True, is_jit: bool = False
+    ) -> Callable[[], Run]:
         trainer = jaxddp.Trainer(self.loss_fn, self.optimizer, strategy, mesh)
         state, given = trainer.init(self.params), jaxddp.local_rows(self.setup.batches[0])
         names = dict(zip(jaxddp.named_leaves(self.params), torch_names(self.params), strict=True))
 
-        def step(index: int) -> tuple[float, float]:
-            nonlocal state
-            state, metrics = trainer.step(state, batches[index])
-            jax.block_until_ready((state, metrics))
-            return float(metrics["loss"]), float(metrics["grad_norm"])
-
         def compile_step() -> Run:
-            found = jaxddp.gradient_collectives(trainer.compile(state, given))
+            program = self._compile_jit(state) if is_jit else trainer.compile(state, given)
+            take = program if is_jit else trainer.step
+
+            def step(index: int) -> tuple[float, float]:
+                nonlocal state
+                state, metrics = jax.block_until_ready(take(state, batches[index]))
+                return float(metrics["loss"]), float(metrics["grad_norm"])
+
+            found = jaxddp.gradient_collectives(program)
             if found and not sends:
                 raise RuntimeError(f"it still has {len(found)} collectives")
+            run = Run(step, lambda: _in_float32(trainer.params(state)), None, found)
+            if is_jit:
+                return run
             plan, trace = trainer.plan(state, given), trainer.trace(state, given)
             buckets = [[(names[one.name], one.num_bytes) for one in bucket.tensors] for bucket in plan.buckets]
             ready = zip(trace.tensors, trace.flops_before, strict=True)
             shares = {names[tensor.name]: share for tensor, share in ready}
-            planned = trainer.planned(state, given)
-            return Run(step, lambda: _in_float32(trainer.params(state)), planned, found, buckets, shares)
+            return run._replace(planned=trainer.planned(state, given), buckets=buckets, ready_shares=shares)
 
         return compile_step
 
-    def _start_jit(self) -> Callable[[], Run]:
-        """Data parallelism as JAX does it unasked: ``jit`` with replicated parameters and a sharded batch.
-
-        It gives the same metrics as the trainer, so the two differ in nothing but the communication.
-        """
-        by_rank, whole = (NamedSharding(self.mesh, spec) for spec in (_BY_RANK, _WHOLE))
-
-        def update(state: Any, batch: Any) -> Any:
-            params, opt_state = state
-            loss, grads = jax.value_and_grad(self.loss_fn)(params, batch)
-            updates, opt_state = self.optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), (loss, optax.global_norm(grads))
-
-        start = jax.jit(lambda params: (params, self.optimizer.init(params)), out_shardings=whole)
-        state = start(jax.tree.map(np.asarray, self.params))
-        jitted = jax.jit(update, in_shardings=(whole, by_rank), out_shardings=whole, donate_argnums=0)
-
-        def compile_step() -> Run:
-            program = jitted.lower(state, self.batches[0]).compile()
-
-            def step(index: int) -> tuple[float, float]:
-                nonlocal state
-                state, (loss, norm) = jax.block_until_ready(program(state, self.batches[index]))
-                return float(loss), float(norm)
-
-            return Run(step, lambda: _in_float32(state[0]), None, jaxddp.gradient_collectives(program))
-
-        return compile_step
+    def _compile_jit(self, state: Any) -> Any:
+        whole, by_rank = (NamedSharding(self.mesh, spec) for spec in (_WHOLE, _BY_RANK))
+        step = auto_step(self.loss_fn, self.optimizer)
+        jitted = jax.jit(step, in_shardings=(whole, by_rank), out_shardings=whole, donate_argnums=0)
+        return jitted.lower(state, self.batches[0]).compile()
 
     def probes(self, sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
         """Forward and backward alone, all-reduces of these sizes alone, and both at once."""

@@ -6,7 +6,7 @@ Exposed communication is the median, over rounds, of a step's time minus that of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from .setup import PEERS, SILENT, Metrics, Run, TrainingSetup
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %. Roundings of bfloat16 are 0.4 % each.
 METRIC_TOLERANCE = {"f32": 0.01, "tf32": 0.01, "bf16": 0.05}
-BETWEEN = "Single-process training in JAX and in PyTorch"
 
 
 def measure(setup: TrainingSetup, frameworks: tuple[str, ...], say: Say) -> list[dict[str, Any]]:
@@ -155,18 +154,6 @@ def check(row: Mapping[str, Any], setup: TrainingSetup) -> str:
     if setup.must_learn and row["loss"] >= row["first_loss"]:
         return f"{WRONG}the loss did not fall"
     return "ok"
-
-
-def compare_frameworks(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row that says how far single-process training of the two frameworks ends apart."""
-    trained = {row["framework"]: row for row in rows if row.get("reference_loss")}
-    if len(trained) == 2:
-        apart = abs(trained["jaxddp"]["reference_loss"] / trained["torchref"]["reference_loss"] - 1)
-        bound = METRIC_TOLERANCE[trained["jaxddp"]["dtype"]]
-        yield {
-            "table": BETWEEN, "framework": "jaxddp and torchref", "reference_difference": apart,
-            "check": "ok" if apart <= bound else f"{WRONG}their losses differ by more than {bound:.0%}",
-        }  # fmt: skip
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

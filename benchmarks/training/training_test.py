@@ -12,7 +12,7 @@ import pytest
 from benchmarks import buckets
 from benchmarks.ranks import Ranks
 from benchmarks.training import torch_side
-from benchmarks.training.rank import check, compare_frameworks, distance, exposed, train
+from benchmarks.training.rank import check, distance, exposed, train
 from benchmarks.training.setup import StrategySpec, TrainingSetup
 from torchref.launch import shared_pool
 
@@ -51,15 +51,6 @@ def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):
         is_ours = row["strategy"] in ("naive", "bucketed")
         assert (row["planned"] is not None) == is_ours
         assert not is_ours or sum(size for _, size in row["compiled"]) == NUM_BYTES
-
-
-def test_both_frameworks_end_alike_and_a_difference_is_marked(rows):
-    (compared,) = compare_frameworks(rows)
-    # Rounding, which Adam makes larger: seen 5e-6.
-    assert compared["check"] == "ok" and compared["reference_difference"] < 1e-4
-    jax_row, torch_row = (next(row for row in rows if row["framework"] == one) for one in ("jaxddp", "torchref"))
-    (compared,) = compare_frameworks([jax_row | {"reference_loss": 1.02 * jax_row["reference_loss"]}, torch_row])
-    assert compared["check"].startswith("WRONG")
 
 
 def test_steps_are_predicted_from_what_was_timed_beside_them(rows):
