@@ -1,7 +1,5 @@
 """Programs as people have them, before and after their port: the same weights, and how many lines.
 
-    python -m benchmarks ports
-
 A program is a file of this folder. ``data`` makes its batches from a seed, ``before`` trains on one device or rank and
 ``after`` on several; both give their weights, in float64. A program by shapes trains nothing: its port is compiled for
 a machine that is not here, and must communicate as planned.
@@ -62,18 +60,19 @@ def compare(start: Weights, end: Weights, after: Mapping[str, Sequence[Weights]]
     """Compares the weights that each rank has under each strategy with those before the port."""
     apart = {name: max(difference(found, end) for found in of_ranks) for name, of_ranks in after.items()}
     wrong = ", ".join(name for name, one in apart.items() if one > ATOL)
-    if difference(start, end) < MIN_MOVE:
-        wrong = "nothing was trained"
-    check, worst = f"{WRONG}{wrong}" if wrong else "ok", max(apart.values())
-    return {"num_ranks": NUM_RANKS, "dtype": "float64", "difference": worst, "tolerance": ATOL, "check": check}
+    wrong = wrong if difference(start, end) >= MIN_MOVE else "nothing was trained"
+    return {
+        "num_ranks": NUM_RANKS, "dtype": "float64", "difference": max(apart.values()), "tolerance": ATOL,
+        "check": f"{WRONG}{wrong}" if wrong else "ok",
+    }  # fmt: skip
 
 
 def difference(found: Weights, right: Weights) -> float:
-    """The largest of any element; infinite if names or shapes differ, or an element is not finite."""
-    if {name: one.shape for name, one in found.items()} != {name: one.shape for name, one in right.items()}:
+    """The largest of any element; infinite if names differ, or an element is not finite."""
+    if found.keys() != right.keys():
         return np.inf
-    largest = np.max([np.abs(one - right[name]).max() for name, one in found.items()])  # NaN stays
-    return float(largest) if np.isfinite(largest) else np.inf
+    largest = float(np.max([np.abs(one - right[name]).max() for name, one in found.items()]))  # NaN stays
+    return largest if np.isfinite(largest) else np.inf
 
 
 def compile_port(program: Any) -> dict[str, Any]:
@@ -94,11 +93,10 @@ def compile_port(program: Any) -> dict[str, Any]:
 
 IN_JAX, IN_TORCH = partial(train, train_in_jax), partial(train, train_in_torch)
 PROGRAMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "flax_mnist": IN_JAX, "flax_imagenet": IN_JAX, "haiku_mnist": IN_JAX, "midgpt_equinox": IN_JAX,
-    "gemma_shapes": compile_port, "llama_shapes": compile_port,
-    "nanogpt": IN_TORCH, "cs336_naive": IN_TORCH, "cs336_individual": IN_TORCH, "cs336_bucketed": IN_TORCH,
-    "cs336_sharded": IN_TORCH,
-}  # fmt: skip
+    **dict.fromkeys(("flax_mnist", "flax_imagenet", "haiku_mnist", "midgpt_equinox"), IN_JAX),
+    **dict.fromkeys(("gemma_shapes", "llama_shapes"), compile_port),
+    **dict.fromkeys(("nanogpt", "cs336_naive", "cs336_individual", "cs336_bucketed", "cs336_sharded"), IN_TORCH),
+}
 COLUMNS = (
     Column("program", "case"), Column("framework"), Column("lines before", "lines_before"),
     Column("lines after", "lines_after"), Column("strategies", "strategy"),
