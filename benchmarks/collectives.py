@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from jaxddp.network import GB
+from jaxddp.network import GB, nccl_tests
 from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import summarize
 
-from . import nccl_tests
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
 from .collective_calls import jax_call, torch_call
 from .collective_cases import NAMES, QUICK_NAMES, rates
@@ -36,6 +35,7 @@ BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
 # Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
 # up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
 HELD = 12.5
+NCCL_TESTS, DTYPES = "nccl-tests", {"float": "float32", "half": "float16", "double": "float64"}
 FITS = "What the sizes of one collective have in common"
 
 
@@ -69,7 +69,7 @@ def cases(options: Options) -> list[Case]:
         found.append(Case(f"{ranks.backend(framework)}, {ranks.num} ranks", sweep))
     for path in options.nccl_tests or ():
         nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
-        found.append(Case(f"{nccl_tests.NAME}, {path}", path))
+        found.append(Case(f"{NCCL_TESTS}, {path}", path))
     return found
 
 
@@ -89,7 +89,7 @@ def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a file of nccl-tests or of a sweep, collective by collective."""
     if isinstance(case.setup, str):
-        yield from nccl_tests.read_file(case.setup)
+        yield from rows_of_file(case.setup)
         return
     sweep: Sweep = case.setup
     say(f"{case.name}: {size(sweep.sizes[0])} to {size(sweep.sizes[-1])}")
@@ -99,6 +99,22 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     common = {"framework": framework, "backend": ranks.backend(framework), "num_ranks": ranks.num}
     rows += [common | {"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
     yield from rows
+
+
+def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
+    """A row for each size of what nccl-tests printed; raises ValueError if it is no such output, OSError if unread."""
+    for output in nccl_tests.read_file(path):
+        for line in output.lines:
+            # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
+            algbw, busbw = rates(output.collective, line.num_bytes, line.time_us * 1e-6, len(output.gpus))
+            num_wrong = output.num_wrong or line.num_wrong
+            yield {
+                "framework": NCCL_TESTS, "backend": "NCCL", "device": next(iter(output.gpus.values())) or "GPU",
+                "num_ranks": len(output.gpus), "collective": output.collective, "asked_bytes": line.num_bytes,
+                "size_bytes": line.num_bytes, "dtype": DTYPES.get(line.dtype, line.dtype),
+                "in_a_row_us": line.time_us, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw,
+                "check": f"{WRONG}{num_wrong} values" if num_wrong else "ok",
+            }  # fmt: skip
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
@@ -169,23 +185,20 @@ def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     right = [row for row in rows if row["check"] == "ok" and row.get("median_ms")]
     keys = ("framework", "backend", "num_ranks", "collective")
     for of_sweep, some in by(right, *keys).items():
-        if len(some) >= 3:
-            yield {"table": FITS, **dict(zip(keys, of_sweep, strict=True)), **fit(of_sweep[-1], some)}
-
-
-def fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Fits latency and rate to the sizes of a collective."""
-    sizes, seconds = [row["size_bytes"] for row in rows], [row["median_ms"] * 1e-3 for row in rows]
-    try:
-        found = fit_sweep(sizes, seconds)
-    except ValueError:
-        return {"check": "poor: times do not grow with sizes"}
-    rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
-    return {
-        "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
-        "bus_gb_per_s": rates(name, 10**9, 1 / rate, rows[0]["num_ranks"])[1],
-        "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
-    }  # fmt: skip
+        if len(some) < 3:
+            continue
+        common = {"table": FITS} | dict(zip(keys, of_sweep, strict=True))
+        try:
+            found = fit_sweep([row["size_bytes"] for row in some], [row["median_ms"] * 1e-3 for row in some])
+        except ValueError:
+            yield common | {"check": "poor: times do not grow with sizes"}
+            continue
+        rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
+        yield common | {
+            "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
+            "bus_gb_per_s": rates(common["collective"], 10**9, 1 / rate, common["num_ranks"])[1],
+            "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
+        }  # fmt: skip
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:

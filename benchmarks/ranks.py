@@ -70,13 +70,6 @@ class Ranks:
             return "NCCL" if self.kind == "gpus" else "Gloo"
         return {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
 
-    def in_words(self, framework: str) -> str:
-        """As a row has it."""
-        if self.kind == "simulated" and framework == "jaxddp":
-            return f"{self.num} simulated CPU devices in one process"
-        what = "a GPU" if self.kind == "gpus" else "one core"
-        return f"{self.num} processes of {what}" + (", each on a host of its own" if self.kind == "lab" else "")
-
     def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
         """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
 
@@ -138,7 +131,7 @@ def about(ranks: Ranks, framework: str) -> dict[str, Any]:
         versions = {"torch": torch.__version__}
     return {
         "framework": framework, "backend": ranks.backend(framework), "device": device, "num_ranks": ranks.num,
-        "ranks": ranks.in_words(framework), "versions": versions | (cuda_libraries() if on_gpus else {}),
+        "versions": versions | (cuda_libraries() if on_gpus else {}),
     }  # fmt: skip
 
 

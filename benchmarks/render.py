@@ -5,11 +5,11 @@ A row that failed or is wrong is marked: its numbers end in ``!``, the page show
 
 from __future__ import annotations
 
-import html
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ MIB = 2**20
 NONE = "-"
 # What every run says about where it was made; values that differ between rows are joined.
 _ENVIRONMENT = (
-    "command", "commit", "measured_at", "system", "machine", "cores", "gpus", "driver", "python", "versions", "ranks",
+    "command", "commit", "measured_at", "system", "machine", "cores", "gpus", "driver", "python", "versions",
     "link_mbit", "launcher", "variables",
 )  # fmt: skip
 _STYLE = """
@@ -166,12 +166,12 @@ def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
     sound = [row for row in rows if is_sound(row)]
     figures = [_svg(figure) for figure in benchmark.plot(sound)] if sound else []
     parts = "".join([*figures, *(_as_html(*table) for table in tables)])
-    listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    facts = "".join(f"<dt>{name}</dt><dd>{html.escape(said)}</dd>" for name, said in _environment(rows))
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    facts = "".join(f"<dt>{name}</dt><dd>{escape(said)}</dd>" for name, said in _environment(rows))
     (folder / PAGE).write_text(
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>{parts}"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{parts}"
         f"<h2>Notes</h2><ul>{listed}</ul><h2>Where it was measured</h2><dl>{facts}</dl></html>\n",
         "utf-8",
     )
@@ -197,21 +197,20 @@ def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
 
 def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
     kinds = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
-
-    def line(tag: str, cells: Iterable[str]) -> str:
-        return "".join(f"<{tag} {kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-
-    heads = (f"{html.escape(one.name)}<br><small>{html.escape(one.unit)}</small>" for one in columns)
-    body = ["<tr>" + line("th", heads)]
+    shown = list(zip(kinds, columns, strict=True))
+    lines = [
+        "<tr>",
+        *(f"<th {kind}>{escape(one.name)}<br><small>{escape(one.unit)}</small></th>" for kind, one in shown),
+    ]
     for row in rows:
-        start = '<tr class="bad">' if is_bad(row) else "<tr>"
-        body.append(start + line("td", (html.escape(one.cell(row)) for one in columns)))
-    return f'<div class="table"><table><caption>{html.escape(title)}</caption>{"</tr>".join(body)}</tr></table></div>'
+        lines.append('</tr><tr class="bad">' if is_bad(row) else "</tr><tr>")
+        lines += [f"<td {kind}>{escape(one.cell(row))}</td>" for kind, one in shown]
+    return f'<div class="table"><table><caption>{escape(title)}</caption>{"".join(lines)}</tr></table></div>'
 
 
 def _svg(figure: Figure) -> str:
     """A figure as inline SVG, which scales and needs no other file."""
-    title = html.escape(figure.get_suptitle(), quote=True)
+    title = escape(figure.get_suptitle(), quote=True)
     file = io.StringIO()
     with rc_context({"svg.hashsalt": title}):  # the same names of clips in every run, others in every figure
         figure.savefig(file, format="svg", metadata={"Date": None})
