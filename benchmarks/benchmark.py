@@ -112,13 +112,12 @@ def read_rows(folder: Path) -> list[Row]:
         raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
     rows: list[Row] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
+        with suppress(ValueError):
             row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or "check" not in row:
+            if isinstance(row, dict) and "check" in row:
+                rows.append(row)
+        if len(rows) < number:
             raise ValueError(f"line {number} of {path} must be a row, a JSON object with a check")
-        rows.append(row)
     return rows
 
 
@@ -134,23 +133,15 @@ def new_folder(out: str | None, name: str) -> Path:
 @functools.cache
 def environment() -> dict[str, Any]:
     """The fields of rows about the machine, the versions and the command."""
-    return {
-        "commit": _commit(),
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        **facts(),
-    }
-
-
-def _commit() -> str:
-    """The commit checked out beside this file, with ``+`` if files differ from it; empty if there is none."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    commit = ""  # checked out beside this file, with "+" if files differ from it
     with suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return ""
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit, "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": platform.machine(), "cores": os.cpu_count(), "system": platform.system(),
+        "python": platform.python_version(), **facts(),
+    }  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ A row that failed or is wrong is marked: its numbers end in ``!``, the page show
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,10 +139,8 @@ def tables_of(benchmark: Benchmark, rows: Sequence[Row]) -> Iterable[tuple[str, 
     """The tables that have rows, each with the columns in which a row has a value."""
     first = next(iter(benchmark.columns))
     for title, columns in benchmark.columns.items():
-        shown = [row for row in rows if (row.get("table") or first) == title]
-        filled = [one for one in columns if any(one.value(row) not in (None, "") for row in shown)]
-        if shown:
-            yield title, filled, shown
+        if shown := [row for row in rows if (row.get("table") or first) == title]:
+            yield title, [one for one in columns if any(one.value(row) not in (None, "") for row in shown)], shown
 
 
 def as_text(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
@@ -180,15 +179,9 @@ def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
 
 def _environment(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
     for name in _ENVIRONMENT:
-        said = list(dict.fromkeys(_in_words(row[name]) for row in rows if row.get(name)))
+        said = [one if isinstance(one := row[name], str) else json.dumps(one) for row in rows if row.get(name)]
         if said:
-            yield name.replace("_", " "), "; ".join(said) if name != "measured_at" else f"{said[0]} and after"
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield name.replace("_", " "), "; ".join(dict.fromkeys(said[:1] if name == "measured_at" else said))
 
 
 def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
@@ -196,12 +189,9 @@ def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
 
 
 def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    kinds = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
-    shown = list(zip(kinds, columns, strict=True))
-    lines = [
-        "<tr>",
-        *(f"<th {kind}>{escape(one.name)}<br><small>{escape(one.unit)}</small></th>" for kind, one in shown),
-    ]
+    shown = [('class="number"' if _is_numeric(column, rows) else "", column) for column in columns]
+    heads = (f"<th {kind}>{escape(one.name)}<br><small>{escape(one.unit)}</small></th>" for kind, one in shown)
+    lines = ["<tr>", *heads]
     for row in rows:
         lines.append('</tr><tr class="bad">' if is_bad(row) else "</tr><tr>")
         lines += [f"<td {kind}>{escape(one.cell(row))}</td>" for kind, one in shown]
