@@ -246,8 +246,7 @@ BENCHMARK = Benchmark(
         "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute; XLA's are read back"
         " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
         " all-gather",
-        "latency and rate: time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
+        "time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
         "in a row: a call of 20 between two synchronisations, as nccl-tests times them; ours are timed one by one",
-        "simulated devices (XLA in-process) copy within one memory and send nothing",
     ),
 )  # fmt: skip

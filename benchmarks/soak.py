@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -172,40 +172,43 @@ class Job(contextlib.AbstractContextManager["Job"]):
         ranks = {f"rank {rank}": pid for pid, (parent, rank) in self._marked().items() if rank and parent == launcher}
         return {"launcher": launcher} | ranks
 
-    def await_step(self, step: int, seconds: float = BACK_BOUND_S) -> int:
-        """Waits for a checkpoint of this step or a later one, and gives its step."""
-        deadline = time.monotonic() + seconds
-        while (newest := newest_step(self._checkpoints)) < step:
+    def wait(self, is_done: Callable[[], bool], since_s: float, bound_s: float = BACK_BOUND_S) -> float:
+        """Waits until something holds; the seconds since a time, or OSError after too many."""
+        while not is_done():
             time.sleep(_POLL_S)
-            if time.monotonic() > deadline:
-                raise OSError(f"no checkpoint of step {step} or later came: see {self._log}")
-        return newest
+            if time.monotonic() - since_s > bound_s:
+                raise OSError(f"the job did not go on within {bound_s:g} s: see {self._log}")
+        return time.monotonic() - since_s
+
+    def await_step(self, step: int, bound_s: float = BACK_BOUND_S) -> int:
+        """Waits for a checkpoint of this step or a later one, and gives its step."""
+        self.wait(lambda: newest_step(self._checkpoints) >= step, time.monotonic(), bound_s)
+        return newest_step(self._checkpoints)
 
     def endure(self, kind: str, rank: int) -> dict[str, Any]:
         """Injects a fault, and waits for the first checkpoint of those that train after it; gives the row."""
-        roles, num_printed = self.pids(), self._log.stat().st_size
+        roles, num_printed, left = self.pids(), self._log.stat().st_size, ""
         since_s, step = time.monotonic(), newest_step(self._checkpoints)
-        ranks = {pid for role, pid in roles.items() if role != "launcher"}
+        ranks = [pid for role, pid in roles.items() if role != "launcher"]
         others = set(roles.values()) - {self._inject(kind, roles, rank)}
-        noticed_s: float | None = None
-        ended_s: float | None = None
-        left, saved = "", step
-        while ended_s is None or newest_step(self._checkpoints) <= saved:
-            time.sleep(_POLL_S)
-            now_s = time.monotonic() - since_s
-            if noticed_s is None and (self._log.stat().st_size > num_printed or not all(map(is_alive, others))):
-                noticed_s = now_s
-            if ended_s is None and not any(map(is_alive, ranks)):
-                ended_s, saved = now_s, newest_step(self._checkpoints)
-                self._filler.unlink(missing_ok=True)
-            if ended_s is not None and self.launcher.poll() is not None:
+
+        def is_noticed() -> bool:
+            return self._log.stat().st_size > num_printed or not all(map(is_alive, others))
+
+        def is_back() -> bool:
+            nonlocal left
+            if self.launcher.poll() is not None:
                 left = self.left_behind() or left
                 self.launch()
-            if now_s > BACK_BOUND_S:
-                raise OSError(f"{kind} at step {step}: not back after {BACK_BOUND_S:g} s, see {self._log}")
+            return newest_step(self._checkpoints) > saved
+
+        noticed_s = self.wait(is_noticed, since_s)
+        ended_s = self.wait(lambda: not any(map(is_alive, ranks)), since_s)
+        saved = newest_step(self._checkpoints)
+        self._filler.unlink(missing_ok=True)
         return {
             "table": EACH, "fault": kind, "rank": rank if kind in (KILL, STOP) else None, "step": step,
-            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": time.monotonic() - since_s, "check": left or "ok",
+            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": self.wait(is_back, since_s), "check": left or "ok",
         }  # fmt: skip
 
     def _inject(self, kind: str, roles: dict[str, int], rank: int) -> int | None:
@@ -221,10 +224,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def left_behind(self) -> str:
         """Ends what outlives the launcher, and says so; empty if there is nothing."""
-        deadline = time.monotonic() + LEFT_BOUND_S
-        while (left := self._marked()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        _kill(left)
+        with contextlib.suppress(OSError):
+            self.wait(lambda: not self._marked(), time.monotonic(), LEFT_BOUND_S)
+        _kill(left := self._marked())
         return f"{WRONG}{len(left)} processes were left behind" if left else ""
 
     def _marked(self) -> dict[int, tuple[int, str]]:
@@ -284,31 +286,27 @@ def sum_up(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         bad = [row["check"] for row in some if row["check"] != "ok"]
         found: dict[str, Any] = {"fault": kind, "framework": package, "tried": len(some)}
         for name in ("noticed_s", "ended_s", "back_s"):
-            times = [row[name] for row in some if row[name] is not None]
-            found[name] = (median(times), max(times)) if times else None
+            times = [row[name] for row in some]
+            found[name] = f"{median(times):.1f} - {max(times):.1f}"
         yield found | {"check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok"}
 
 
-def _seconds(value: Any) -> str:
-    return " - ".join(f"{one:.1f}" for one in value) if isinstance(value, list | tuple) else f"{value:,.1f}"
-
-
-_SIDE = Column("package", "framework")
+_SIDE, _TENTHS = Column("package", "framework"), "{:,.1f}".format
 BENCHMARK = Benchmark(
     "soak", "training while ranks are killed and stopped: what faults cost, and what stays behind",
     ("ranks", "minutes", "seed", "framework"), cases, measure,
     {
         "Faults by kind, median - longest": (
-            Column("fault"), _SIDE, Column("tried"), Column("time to detect", "noticed_s", "s", _seconds),
-            Column("all ended", "ended_s", "s", _seconds), Column("time to recover", "back_s", "s", _seconds), CHECK,
+            Column("fault"), _SIDE, Column("tried"), Column("time to detect", "noticed_s", "s"),
+            Column("all ended", "ended_s", "s"), Column("time to recover", "back_s", "s"), CHECK,
         ),
         WHOLE: (
-            _SIDE, Column("minutes", form=_seconds), Column("faults", "num_faults"), Column("steps", "step"),
+            _SIDE, Column("minutes", form=_TENTHS), Column("faults", "num_faults"), Column("steps", "step"),
             Column("goodput", form=percent), Column("max diff", "max_weight_difference", form=str), CHECK,
         ),
         USAGE: (
-            Column("process", "role"), _SIDE, Column("memory", "memory_mib", "MiB", _seconds),
-            Column("growth", "memory_mib_growth", "MiB", _seconds), Column("handles"),
+            Column("process", "role"), _SIDE, Column("memory", "memory_mib", "MiB", _TENTHS),
+            Column("growth", "memory_mib_growth", "MiB", _TENTHS), Column("handles"),
             Column("growth", "handles_growth"), Column("threads"), Column("growth", "threads_growth"), CHECK,
         ),
     },

@@ -1,8 +1,9 @@
 """Programs as people have them, before and after their port: the same weights, and how many lines.
 
-A program is a file of this folder. ``data`` makes its batches from a seed, ``before`` trains on one device or rank and
-``after`` on several; both give their weights, in float64. A program by shapes trains nothing: its port is compiled for
-a machine that is not here, and must communicate as planned.
+A program is another file of this folder: what both forms share, then ``before`` and ``after``. ``data`` makes its
+batches from a seed, ``before`` trains on one device or rank and ``after`` on several; both give their weights, in
+float64. A program by shapes trains nothing: its port is compiled for a machine that is not here, and must communicate
+as planned.
 """
 
 from __future__ import annotations

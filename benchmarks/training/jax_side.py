@@ -28,15 +28,11 @@ _PRECISION = {"f32": "highest", "tf32": "TF32_TF32_F32"}  # by itself JAX takes 
 
 
 class JaxSide:
-    """JAX's variants on these ranks, from the same weights and batches.
-
-    Attributes:
-        num_compilers: One process compiles several programs at a time; several compile in the same order, one at a
-            time.
-    """
+    """JAX's variants on these ranks, from the same weights and batches."""
 
     def __init__(self, ranks: Ranks, setup: TrainingSetup) -> None:
         self.setup, self.mesh = setup, mesh_of(ranks)
+        # Several processes have to compile in the same order.
         self.num_compilers = num_cores() if jax.process_count() == 1 else 1
         self.loss_fn, self.params = build(setup.model)
         self.optimizer = optax.adamw(setup.learning_rate, weight_decay=0.01)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchref
+from jaxddp.checkpoint.interop import to_numpy
+from jaxddp.models import build as build_in_jax
 from torchref.communication.collectives import record, silent
 from torchref.interop import from_numpy
 from torchref.models import build, loss_fn
@@ -48,7 +51,9 @@ class TorchSide:
         self.setup, self.on_gpu = setup, ranks.kind == "gpus"
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         torch.set_float32_matmul_precision("high" if setup.dtype == "tf32" else "highest")
-        start = from_numpy(initial_weights(setup), build(setup.model)).to(device)
+        if "jaxddp" not in setup.frameworks:  # this process has no other use of JAX, whose weights these are
+            jax.config.update("jax_platforms", "cpu")
+        start = from_numpy(to_numpy(build_in_jax(setup.model)[1]), build(setup.model)).to(device)
         self.module = start.to(torch.bfloat16) if setup.dtype == "bf16" else start
         self.batches = [{name: torch.from_numpy(one).to(device) for name, one in b.items()} for b in setup.batches]
         self.rows = [local_rows(batch, dist.get_rank(), ranks.num) for batch in self.batches]
@@ -158,18 +163,6 @@ class TorchSide:
         """Waits for the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-
-def initial_weights(setup: TrainingSetup) -> dict[str, np.ndarray]:
-    """The weights from which every run of a setup starts: JAX's, by torch's names."""
-    import jax
-
-    from jaxddp.checkpoint.interop import to_numpy
-    from jaxddp.models import build as build_in_jax
-
-    if "jaxddp" not in setup.frameworks:  # this process has no use of JAX otherwise
-        jax.config.update("jax_platforms", "cpu")
-    return to_numpy(build_in_jax(setup.model)[1])
 
 
 def _in_float32(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
