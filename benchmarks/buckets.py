@@ -19,23 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxddp.models import SIZES
 from jaxddp.planning.formulas import fit_sweep
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
-from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
+from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, short, whiskers
 from .strategies import COLUMNS, NOTES, cases_of, measure_steps
 from .timing import compare
-from .training.setup import (
-    AT_ONCE,
-    FORWARD_BACKWARD,
-    NUM_PROBED,
-    OPTIONS,
-    QUICK_MODEL,
-    SIZES,
-    StrategySpec,
-    all_reduce_label,
-    make_setup,
-)
+from .training.setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, OPTIONS, QUICK_MODEL, StrategySpec, make_setup
 
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 LARGEST_PROBE_BYTES = 64 * MIB
@@ -103,10 +94,11 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 def fit_costs(probes_ms: Mapping[str, Sequence[float]], baselines_ms: Sequence[Sequence[float]]) -> Costs:
     """Fits the costs to medians of the rounds; raises ValueError if they do not grow as they should."""
     medians_s = {label: float(np.median(times)) / 1e3 for label, times in probes_ms.items()}
-    sizes = sorted(int(label.split()[-1]) for label in medians_s if label.startswith("all-reduce"))
-    fit = fit_sweep(sizes, [medians_s[all_reduce_label(size)] / NUM_PROBED for size in sizes])
+    sent = {int(label.split()[-1]): one for label, one in medians_s.items() if label.startswith("all-reduce")}
+    sizes = sorted(sent)
+    fit = fit_sweep(sizes, [sent[size] / NUM_PROBED for size in sizes])
     # Started at once, a of computing and b of communicating take |a - b| + min(a, b) / rate.
-    alone = medians_s[FORWARD_BACKWARD], medians_s[all_reduce_label(sizes[-2])]
+    alone = medians_s[FORWARD_BACKWARD], sent[sizes[-2]]
     shared_s = medians_s[AT_ONCE] - (max(alone) - min(alone))
     if shared_s <= 0:
         raise ValueError(f"both at once take {medians_s[AT_ONCE]:.3g} s, less than {max(alone) - min(alone):.3g}")
@@ -158,9 +150,9 @@ _PREDICTED_COLUMNS = (
     Column("predicted", "predicted_ms", "ms"),
     Column("error", "error_share", form=lambda value: f"{value:+.1%}"),
     Column("as good within noise", "as_good", "MiB"),
-    Column(FORWARD_BACKWARD, lambda row: row.get("forward_backward_s") and 1e3 * row["forward_backward_s"], "ms"),
-    Column("latency", lambda row: row.get("latency_s") and 1e6 * row["latency_s"], "us"),
-    Column("rate", lambda row: row.get("bytes_per_s") and row["bytes_per_s"] / 1e9, "GB/s"),
+    Column(FORWARD_BACKWARD, "forward_backward_s", "ms", lambda seconds: short(1e3 * seconds)),
+    Column("latency", "latency_s", "us", lambda seconds: short(1e6 * seconds)),
+    Column("rate", "bytes_per_s", "GB/s", lambda rate: short(rate / 1e9)),
     Column("at once", "rate", "of alone", percent),
     CHECK,
 )

@@ -1,12 +1,8 @@
 """The step that ``inspect`` predicts beside the step that runs: time, memory and kernels of the built-in models.
 
-    python -m benchmarks calibrate                                   # on the GPUs that are here
-    python -m benchmarks calibrate --model tiny --target h100:1      # rehearsed on CPUs
-
 A row is a model, an arithmetic and a strategy. Its step is compiled for the target and simulated, in a process without
 GPUs; then it runs on the ranks, ten steps in a row a time, since a step alone waits for Python; then three steps are
-profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260). The ratio is of times
-where the target is the machine at hand. Bytes of the state must be the predicted ones on any machine.
+profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260).
 """
 
 from __future__ import annotations

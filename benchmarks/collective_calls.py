@@ -11,25 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .collective_cases import (
-    ELEMENT_BYTES,
-    PRIMITIVES,
-    RINGS,
-    brought_length,
-    expected,
-    num_wrong,
-    options_of,
-    plan,
-    size_of,
-    values,
-)
+from . import collective_cases as cases
 from .ranks import Ranks, mesh_of
 
 # XLA has no broadcast and no reduce for every backend: jaxddp's are all-reduces.
-_OF_JAX = {name: name.replace("_", "-") for name in PRIMITIVES} | {
+_OF_JAX = {name: name.replace("_", "-") for name in cases.PRIMITIVES} | {
     "broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute",
 }  # fmt: skip
-_OF_TORCH = {name: name.replace("_", "-") for name in PRIMITIVES}
+_OF_TORCH = {name: name.replace("_", "-") for name in cases.PRIMITIVES}
 # Over Gloo, XLA's are wrong or slow, and others take their place: jaxddp/communication/gloo.py.
 REPLACED = ("reduce_scatter", "all_gather")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -57,9 +46,9 @@ def jax_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
     from jaxddp.mesh import DATA_AXIS
 
     mesh, num_ranks, spec = mesh_of(ranks), ranks.num, PartitionSpec(DATA_AXIS)
-    size_bytes, options = size_of(name, asked_bytes, num_ranks), options_of(name, num_ranks)
-    length, elements = brought_length(name, asked_bytes, num_ranks), size_bytes // ELEMENT_BYTES
-    collective = getattr(ring if name in RINGS else collectives, name)
+    size_bytes, options = cases.size_of(name, asked_bytes, num_ranks), cases.options_of(name, num_ranks)
+    length, elements = cases.brought_length(name, asked_bytes, num_ranks), size_bytes // cases.ELEMENT_BYTES
+    collective = getattr(ring if name in cases.RINGS else collectives, name)
     mapped = jax.shard_map(
         lambda x: collective(x, DATA_AXIS, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
@@ -68,12 +57,14 @@ def jax_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
         return index[0].start or 0
 
     given = jax.make_array_from_callback(
-        (num_ranks * length,), NamedSharding(mesh, spec), lambda index: values(start(index) // length, length)
+        (num_ranks * length,), NamedSharding(mesh, spec), lambda index: cases.values(start(index) // length, length)
     )
 
     def wrong(result: Any) -> int:
         return sum(
-            num_wrong(np.asarray(one.data), expected(name, start(one.index) // one.data.size, num_ranks, elements))
+            cases.num_wrong(
+                np.asarray(one.data), cases.expected(name, start(one.index) // one.data.size, num_ranks, elements)
+            )
             for one in result.addressable_shards
         )
 
@@ -83,7 +74,7 @@ def jax_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
     is_replaced = name in REPLACED and ranks.backend("jaxddp") == "XLA over Gloo"
     return Call(
         size_bytes, lambda: given, lambda x: jax.block_until_ready(program(x)), wrong,
-        None if is_replaced else plan(name, _OF_JAX, size_bytes, num_ranks),
+        None if is_replaced else cases.plan(name, _OF_JAX, size_bytes, num_ranks),
         [(one.kind, one.num_bytes) for one in found], kernels or None,
     )  # fmt: skip
 
@@ -96,14 +87,16 @@ def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
     from torchref.communication import collectives, ring
 
     on_gpu, num_ranks, rank = ranks.kind == "gpus", ranks.num, dist.get_rank()
-    size_bytes, options = size_of(name, asked_bytes, num_ranks), options_of(name, num_ranks)
-    collective = getattr(ring if name in RINGS else collectives, name)
-    given = torch.from_numpy(values(rank, brought_length(name, asked_bytes, num_ranks)))
+    size_bytes, options = cases.size_of(name, asked_bytes, num_ranks), cases.options_of(name, num_ranks)
+    collective = getattr(ring if name in cases.RINGS else collectives, name)
+    given = torch.from_numpy(cases.values(rank, cases.brought_length(name, asked_bytes, num_ranks)))
     given = given.cuda() if on_gpu else given
     overwritten = torch.empty_like(given) if name in _IN_PLACE else given
 
     def wrong(result: Any) -> int:
-        return num_wrong(result.cpu().numpy(), expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES))
+        return cases.num_wrong(
+            result.cpu().numpy(), cases.expected(name, rank, num_ranks, size_bytes // cases.ELEMENT_BYTES)
+        )
 
     def wait() -> None:
         if on_gpu:
@@ -124,5 +117,5 @@ def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
         call(prepare())
     return Call(
         size_bytes, prepare, call, wrong,
-        plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
+        cases.plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
     )  # fmt: skip

@@ -112,16 +112,15 @@ class Lab:
         _open.append(self)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *exception: object) -> None:
         """Removes everything that was made; harmless if called again."""
         for name in (self._bridge, *(host.name for host in self.hosts)):
             _remove(name)
         atexit.unregister(self.close)
         if self in _open:
             _open.remove(self)
+
+    __exit__ = close
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self._bridge)

@@ -259,10 +259,8 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
             axis.plot([row[key] for row in some], [row["ratio"] for row in some], "o", markersize=3, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="published ms" if table == STEPS else "bytes", title=table)
-        limits = axis.get_ylim()
         axis.set_yticks(_TICKS, [f"{tick:.0%}" for tick in _TICKS])
         axis.set_yticks([], minor=True)
-        axis.set_ylim(limits)
         axis.legend(fontsize=6)
     yield figure
 

@@ -1,16 +1,8 @@
-"""How a benchmark's ranks run, and the one way to start them.
+"""How a benchmark's ranks run, and the one way to start them; docs/benchmarks.md has the table of the kinds.
 
-| kind        | ranks of jaxddp                                          | ranks of torchref           |
-|-------------|----------------------------------------------------------|-----------------------------|
-| `simulated` | one process, a rank for each of its simulated CPU devices | processes of their own, Gloo |
-| `processes` | a process each, XLA over Gloo                            | the same processes, Gloo    |
-| `gpus`      | a process and a GPU each, XLA over NCCL                  | the same processes, NCCL    |
-| `lab`       | as `processes`, each on a host of its own (``lab.py``)   | the same processes, Gloo    |
-| `job`       | as `gpus` or `processes`: those that srun, torchrun or mpirun has started | the same     |
-
-Where a process has both frameworks, they take turns in the same rounds. On CPUs a rank computes on one core, in either
-framework: XLA's CPU client starts a thread per core that its process may use, so two ranks would otherwise look no
-faster than one. One more thread (``NPROC``) computes while the first waits for other ranks; torch's Gloo has its own.
+On CPUs a rank computes on one core, in either framework: XLA's CPU client starts a thread per core that its process may
+use, so two ranks would otherwise look no faster than one. One more thread (``NPROC``) computes while the first waits;
+torch's Gloo has its own.
 """
 
 from __future__ import annotations
@@ -106,10 +98,10 @@ def mesh_of(ranks: Ranks) -> Any:
     address = gather(_free_address(host) if dist.get_rank() == 0 else "")[0]
     if ranks.kind == "gpus":  # in torchrun's variables, from which JAX takes the GPU of its local rank
         local, num_local = (_job.local_process_id, _job.num_local_processes) if _job else (dist.get_rank(), ranks.num)
-        place = dict(zip(("MASTER_ADDR", "MASTER_PORT"), address.rsplit(":", 1), strict=True))
-        place |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks.num)}
+        names = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        place = *address.rsplit(":", 1), dist.get_rank(), ranks.num, local, num_local
+        os.environ.update(zip(names, map(str, place), strict=True))
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        os.environ.update(place | {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(num_local)})
         jaxddp.start_process()
     else:
         jax.config.update("jax_platforms", "cpu")

@@ -8,13 +8,13 @@ Numbers of ranks run one after the other in processes of their own, so medians a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
-from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, whiskers
+from .render import CHECK, STEP, Column, Row, by, counts, interval, percent
 from .timing import compare
 from .training.rank import measure
 from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, in_words, make_setup, strategies_of
@@ -74,24 +74,6 @@ def efficiency(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             yield found | {"check": note if crowded else "ok"}
 
 
-def plot(rows: Sequence[Row]) -> Iterable[Any]:
-    """Efficiency over ranks, a panel for each mode."""
-    placed = by([row for row in rows if row.get("efficiency")], "mode")
-    if not placed:
-        return
-    figure, axes = new_figure("Scaling efficiency", 1, len(placed), height=3.6)
-    for axis, ((mode,), some) in zip(axes[0], placed.items(), strict=True):
-        for (framework, label), curve in by(some, "framework", "label").items():
-            shares = [row["efficiency"] for row in curve]
-            ends = whiskers(shares, *([row.get(key) or row["efficiency"] for row in curve] for key in ("low", "high")))
-            counts_of = [row["num_ranks"] for row in curve]
-            axis.errorbar(counts_of, shares, yerr=ends, capsize=3, marker="o", label=f"{framework} {label}")
-        axis.set(title=f"{mode} scaling", xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.legend(fontsize="small")
-    yield figure
-
-
 _HEAD = (
     Column("scaling", "mode"), Column("framework"), Column("strategy", "label"), Column("ranks", "num_ranks"),
     Column("batch", "global_batch"),
@@ -104,7 +86,9 @@ BENCHMARK = Benchmark(
             *_HEAD, Column("efficiency", form=percent), interval("95 % interval", "low", "high", form=percent), CHECK
         ),
     },
-    plot, efficiency,
-    ("efficiency: of the speed per rank that the fewest ranks have; numbers of ranks ran one after the other, so the"
-     " interval is that of two medians",),
+    check=efficiency,
+    notes=(
+        "efficiency: of the speed per rank that the fewest ranks have; numbers of ranks ran one after the other, so the"
+        " interval is that of two medians",
+    ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from jaxddp.strategy import without_communication
 from jaxddp.training.jit_baseline import auto_step
 
 from ..ranks import Ranks, mesh_of
-from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Run, StrategySpec, TrainingSetup, all_reduce_label
+from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, Run, StrategySpec, TrainingSetup
 
 _BY_RANK, _WHOLE = PartitionSpec(DATA_AXIS), PartitionSpec()
 _PRECISION = {"f32": "highest", "tf32": "TF32_TF32_F32"}  # by itself JAX takes TF32 on GPUs that have it
@@ -123,7 +123,7 @@ class JaxSide:
         return {
             FORWARD_BACKWARD: lambda index: _wait(gradients(params, self.batches[index])),
             AT_ONCE: lambda index: _wait(both(params, self.batches[index], buffers[sizes[-2]])),
-            **{all_reduce_label(size): partial(all_reduce, size) for size in sizes},
+            **{f"all-reduce {size}": partial(all_reduce, size) for size in sizes},
         }
 
 

@@ -18,7 +18,7 @@ from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
 # What is timed beside training, to predict its steps: see ``buckets.py``.
 FORWARD_BACKWARD, AT_ONCE = "forward and backward", "forward and backward beside all-reduces"
-NUM_PROBED = 4  # all-reduces in a row that a probe times at once
+NUM_PROBED = 4  # all-reduces in a row that the probe "all-reduce BYTES" times at once
 SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
 PEERS = {
@@ -130,11 +130,6 @@ class TrainingSetup:
                     f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
         return [(one,) for one in reversed(self.frameworks)]  # torch compiles nothing, so its rows come first
-
-
-def all_reduce_label(num_bytes: int) -> str:
-    """The probe of ``NUM_PROBED`` all-reduces of so many bytes each."""
-    return f"all-reduce {num_bytes}"
 
 
 def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:

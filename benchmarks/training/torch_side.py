@@ -1,13 +1,7 @@
 """A training run in PyTorch: each strategy's own copy, those of torch's own data parallelism, and probes.
 
-| peer                      | what it is                                                  | without communication      |
-|---------------------------|-------------------------------------------------------------|----------------------------|
-| `DistributedDataParallel` | all-reduces of buckets                                      | a hook that sends nothing  |
-| `torch.compile`           | the same, compiled: its graph is cut where buckets end      | not run: compiled twice    |
-| `ZeroRedundancyOptimizer` | the same, and an optimizer whose state is sharded by tensor | not run: it has no hook    |
-| `fully_shard`             | FSDP2: a layer is a unit, the rest is another               | not run: it has no hook    |
-
-Peers do not sum the loss over ranks, as the strategies of this project do.
+Of torch's own, DistributedDataParallel alone runs without communication, by a hook that sends nothing. They do not sum
+the loss over ranks, as the strategies of this project do.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from torchref.registry import make_training
 from torchref.train import local_rows
 
 from ..ranks import Ranks
-from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, PEERS, Run, StrategySpec, TrainingSetup, all_reduce_label
+from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, PEERS, Run, StrategySpec, TrainingSetup
 
 
 class TorchSide:
@@ -156,7 +150,7 @@ class TorchSide:
                 work.wait()
             self.wait()
 
-        alone = {all_reduce_label(size): partial(all_reduce, size) for size in sizes}
+        alone = {f"all-reduce {size}": partial(all_reduce, size) for size in sizes}
         return {FORWARD_BACKWARD: forward_backward, AT_ONCE: both, **alone}
 
     def wait(self) -> None:
