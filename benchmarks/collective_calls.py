@@ -15,10 +15,7 @@ from . import collective_cases as cases
 from .ranks import Ranks, mesh_of
 
 # XLA has no broadcast and no reduce for every backend: jaxddp's are all-reduces.
-_OF_JAX = {name: name.replace("_", "-") for name in cases.PRIMITIVES} | {
-    "broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute",
-}  # fmt: skip
-_OF_TORCH = {name: name.replace("_", "-") for name in cases.PRIMITIVES}
+_OF_JAX = {"broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute"}
 # Over Gloo, XLA's are wrong or slow, and others take their place: jaxddp/communication/gloo.py.
 REPLACED = ("reduce_scatter", "all_gather")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -117,5 +114,5 @@ def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
         call(prepare())
     return Call(
         size_bytes, prepare, call, wrong,
-        cases.plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
+        cases.plan(name, {}, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
     )  # fmt: skip

@@ -56,17 +56,17 @@ def rates(name: str, size_bytes: int, seconds: float, num_ranks: int) -> tuple[f
 def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> list[tuple[str, int]]:
     """Lists the ``(kind, bytes of the full buffer)`` that a collective should issue.
 
-    ``kinds`` maps ``PRIMITIVES`` to the framework's names of the collectives that implement them.
+    ``kinds`` has the framework's names of those of ``PRIMITIVES`` that are implemented by others.
 
     Example:
         >>> plan("ring_all_reduce", {"send_recv": "collective-permute"}, 1024, 2)
         [('collective-permute', 512), ('collective-permute', 512)]
     """
     if name not in RINGS:
-        return [(kinds[name], size_bytes)]
+        return [(kinds.get(name, name.replace("_", "-")), size_bytes)]
     sends = (num_ranks - 1) * (2 if name == "ring_all_reduce" else 1)
     padded_bytes = size_of("reduce_scatter", size_bytes, num_ranks)
-    return [(kinds["send_recv"], padded_bytes // num_ranks)] * sends
+    return [(kinds.get("send_recv", "send-recv"), padded_bytes // num_ranks)] * sends
 
 
 def values(rank: int, length: int) -> np.ndarray:
