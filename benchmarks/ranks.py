@@ -65,8 +65,7 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
         """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
 
-        ``in_jax`` tells whether JAX is used: its simulated ranks are one process. Raises RankError if a rank raises,
-        dies or is silent for too long.
+        Simulated ranks are one process, if it is ``in_jax``. A RankError if one raises, dies or is silent for too long.
         """
         if self.is_job:
             return fn(self, *args)

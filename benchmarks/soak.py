@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from jaxddp.cli.launch import child_command
 
@@ -123,8 +124,6 @@ def newest_weights(package: str, folder: Path) -> tuple[int, dict[str, np.ndarra
     if package == "jaxddp":
         arrays = dict(np.load(folder / str(step) / "state.npz"))
     else:
-        import torch
-
         tensors = torch.load(folder / str(step) / "state.pt", weights_only=True)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     return step, {name: array for name, array in arrays.items() if name.startswith("params.")}

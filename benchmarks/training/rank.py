@@ -19,7 +19,9 @@ from jaxddp.training.clock import summarize
 from ..benchmark import FAILED, WRONG, Say
 from ..ranks import Ranks, about, agree, gather, say_on_rank, slowest
 from ..timing import Attempts, interleave
+from .jax_side import JaxSide
 from .setup import PEERS, SILENT, Metrics, Run, TrainingSetup
+from .torch_side import TorchSide
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %. Roundings of bfloat16 are 0.4 % each.
@@ -37,7 +39,7 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
     attempt, runs, references, probes = Attempts(agree), dict[str, Run](), dict[str, Any](), dict[str, Any]()
     num_rounds = len(setup.batches)
     for framework in setup.frameworks:
-        side = _side(framework, ranks, setup)
+        side: Any = (JaxSide if framework == "jaxddp" else TorchSide)(ranks, setup)
         runs |= _runs(framework, side, setup, attempt)
         say_on_rank(f"{framework}: single-process training")
         alone = side.reference()
@@ -80,16 +82,6 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
                 row["check"] = f"{FAILED}{SILENT.strip()}: {attempt.failed[silent]}"
             rows.append(row)
     return rows
-
-
-def _side(framework: str, ranks: Ranks, setup: TrainingSetup) -> Any:
-    if framework == "jaxddp":
-        from .jax_side import JaxSide
-
-        return JaxSide(ranks, setup)
-    from .torch_side import TorchSide
-
-    return TorchSide(ranks, setup)
 
 
 def _runs(framework: str, side: Any, setup: TrainingSetup, attempt: Attempts) -> dict[str, Run]:
