@@ -15,9 +15,9 @@ from typing import Any
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, percent
+from .strategies import measure_steps
 from .timing import compare
-from .training.rank import measure
-from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, in_words, make_setup, strategies_of
+from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, make_setup, strategies_of
 
 NUM_RANKS, QUICK_RANKS, BATCH = 4, 2, 8
 EFFICIENCY = "Efficiency by number of ranks"
@@ -50,9 +50,8 @@ def cases(options: Options) -> list[Case]:
 
 def measure_case(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a case, one for each mode that it serves."""
-    setup, frameworks, modes = case.setup
-    say(f"{case.name}: {in_words(setup)}, {' and '.join(modes)} scaling")
-    for row in measure(setup, frameworks, say):
+    *setup, modes = case.setup
+    for row in measure_steps(case._replace(setup=setup), say):
         yield from (row | {"mode": mode} for mode in modes)
 
 

@@ -16,7 +16,7 @@ from jaxddp import STRATEGIES
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, signed, whiskers
-from .training.rank import measure
+from .training.rank import train
 from .training.setup import BYTE_MODEL, NAMES, OPTIONS, QUICK_MODEL, TrainingSetup, in_words, make_setup, strategies_of
 
 MAIN_BATCH, BATCH, STEPS, QUICK_STEPS = 4, 8, 10, 4
@@ -60,11 +60,12 @@ def cases_of(setup: TrainingSetup) -> list[Case]:
 
 
 def measure_steps(case: Case, say: Say) -> Iterable[dict[str, Any]]:
-    """Rows of a case."""
+    """Rows of a case: trains under the strategies of some frameworks, in processes that they share."""
     setup, frameworks = case.setup
     say(f"{case.name}: {in_words(setup)}")
     notes = [ONE_RANK] if setup.ranks.num == 1 else []
-    return (row | {"notes": notes} for row in measure(setup, frameworks, say))
+    rows = setup.ranks.run(train, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say)
+    return (row | {"notes": notes} for row in rows)
 
 
 def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:

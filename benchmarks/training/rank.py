@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from jaxddp.training.clock import summarize
 
-from ..benchmark import FAILED, WRONG, Say
+from ..benchmark import FAILED, WRONG
 from ..ranks import Ranks, about, agree, gather, say_on_rank, slowest
 from ..timing import Attempts, interleave
 from .jax_side import JaxSide
@@ -26,12 +26,6 @@ from .torch_side import TorchSide
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %. Roundings of bfloat16 are 0.4 % each.
 METRIC_TOLERANCE = {"f32": 0.01, "tf32": 0.01, "bf16": 0.05}
-
-
-def measure(setup: TrainingSetup, frameworks: tuple[str, ...], say: Say) -> list[dict[str, Any]]:
-    """Trains under the strategies of some frameworks, in processes that they share; gives their rows."""
-    rows: list[dict[str, Any]] = setup.ranks.run(train, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say)
-    return rows
 
 
 def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_on_one_gpu_of_80_gb_the_frameworks_take_its_memory_one_after_the_other(
     rest = module.temporary_bytes(setup) + 1.5 * 2**30
     assert needed_bytes(setup, ("jaxddp",)) == 3 * 16 * params + rest
     assert needed_bytes(setup, ("torchref",)) == 4 * 20 * params + rest  # gradients stay until the next step
-    monkeypatch.setattr(strategies, "measure", lambda *arguments: [{}])
+    monkeypatch.setattr(Ranks, "run", lambda self, *arguments, **options: [{}])
     assert [row["notes"] for row in strategies.measure_steps(cases[0], print)] == [[strategies.ONE_RANK]]
     assert 2.0 < module.temporary_bytes(setup) / 2**30 < 4.0  # 2378 MiB as compiled
     # JAX takes three quarters of a card.
