@@ -7,14 +7,13 @@ machine's network is not touched. Both ends of a link are limited to ``rate_mbit
 way; up to 50 ms of data are queued, and more is dropped. No delay is added. Hosts share the machine's TCP settings,
 cores, memory and files.
 
-A lab is removed when it is closed, when Python exits or, if its process was killed, when the next lab is opened: names
-of namespaces contain the process. It needs Linux, root's rights, and the commands ``ip`` and ``tc``.
+A lab is removed when it is closed or, if its process was killed, when the next one is opened: names of namespaces
+contain the process. It needs Linux, root's rights, and the commands ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import ctypes
 import itertools
 import os
@@ -102,7 +101,6 @@ class Lab:
     def __enter__(self) -> Lab:
         """Makes the hosts, after removing labs of processes that are gone."""
         _remove_leftovers()
-        atexit.register(self.close)
         try:
             self._build()
             self.hosts[0].call(lambda: None)
@@ -116,7 +114,6 @@ class Lab:
         """Removes everything that was made; harmless if called again."""
         for name in (self._bridge, *(host.name for host in self.hosts)):
             _remove(name)
-        atexit.unregister(self.close)
         if self in _open:
             _open.remove(self)
 

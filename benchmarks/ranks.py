@@ -221,6 +221,5 @@ def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:
 
 
 def _free_address(host: str) -> str:
-    with socket.socket() as listener:
-        listener.bind((host, 0))
+    with socket.create_server((host, 0)) as listener:
         return f"{host}:{listener.getsockname()[1]}"

@@ -109,8 +109,7 @@ def temporary_disk() -> Iterator[tuple[Path, bool]]:
     """A temporary folder, and whether ``disk`` in it is a disk of 256 MiB, which takes the right to mount."""
     with tempfile.TemporaryDirectory(prefix="jaxddp-soak-", ignore_cleanup_errors=True) as name:
         (disk := Path(name, "disk")).mkdir()
-        with contextlib.suppress(FileNotFoundError):
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "jaxddp-soak", disk], capture_output=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "jaxddp-soak", disk], capture_output=True)
         try:
             yield Path(name), disk.is_mount()
         finally:
