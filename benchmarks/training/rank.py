@@ -38,6 +38,7 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
         say_on_rank(f"{framework}: single-process training")
         alone = side.reference()
         references[framework] = [alone.step(index) for index in range(num_rounds)], alone.weights()
+        del alone  # and its memory
         probes[framework] = side.probes(setup.probe_bytes) if setup.probe_bytes else {}
 
     def on_round(done: int) -> None:
