@@ -36,7 +36,7 @@ BURST_BYTES = 256 * 1024  # sent at once by an idle end of a link
 _INTERFACE = "eth0"
 _PREFIX = "jaxddp-lab"
 _NAMESPACES = Path("/run/netns")  # where ip keeps them
-_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 MAX_DEVIATION = 0.1  # of the requested rate; headers take 0.04
 _WINDOW_S, _NUM_WINDOWS, _TIMEOUT_S = 0.1, 8, 60.0
 _serial = itertools.count()
@@ -68,19 +68,10 @@ class Host:
             return thread.submit(run).result()
 
     def _move_thread(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def check(call: str, result: int) -> None:
-            if result:
-                why = os.strerror(ctypes.get_errno())
-                raise ValueError(f"{call} is refused here, so no process can run on a host of a lab: {why}")
-
         with open(_NAMESPACES / self.name) as namespace:
-            check("setns", libc.setns(namespace.fileno(), _CLONE_NEWNET))
-        # XLA's Gloo listens at the address of its host name. A name that is an address needs no look-up.
-        check("unshare", libc.unshare(_CLONE_NEWUTS))
-        name = self.address.encode()
-        check("sethostname", libc.sethostname(name, len(name)))
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                why = os.strerror(ctypes.get_errno())
+                raise ValueError(f"setns is refused here, so no process can run on a host of a lab: {why}")
 
 
 class Lab:

@@ -24,7 +24,7 @@ def fail(ranks):
     import torch.distributed as dist
 
     if dist.get_rank() == 1:
-        raise ValueError(f"no luck on {socket.gethostname()}")
+        raise ValueError(f"no luck among {socket.if_nameindex()}")
     dist.barrier()  # for ever: one rank does not come
 
 
@@ -36,12 +36,12 @@ def namespaces(prefix=OURS):
 @pytest.mark.full
 @pytest.mark.lab
 def test_ranks_of_both_frameworks_meet_over_the_link():
-    before = socket.gethostname(), os.readlink("/proc/self/ns/net")
+    before = os.readlink("/proc/self/ns/net")
     with Lab(2, 1000) as lab:
         ranks = choose_ranks(None, "lab", default=2)
         assert ranks == Ranks(2, "lab", lab.hosts)
         assert ranks.run(total, 5.0, in_jax=True, say=print)[:3] == (2, 2, 11.0)
-    assert (socket.gethostname(), os.readlink("/proc/self/ns/net")) == before and namespaces() == []
+    assert os.readlink("/proc/self/ns/net") == before and namespaces() == []
 
 
 @pytest.mark.lab
@@ -56,7 +56,7 @@ def test_a_link_carries_what_was_asked_for():
 
 @pytest.mark.lab
 def test_nothing_is_left_after_a_rank_that_fails():
-    with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: no luck on 10\.77\.0\.2\n"), Lab(2, 1000):
+    with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: no luck among .*'eth0'"), Lab(2, 1000):
         assert len(namespaces()) == 3
         choose_ranks(2, "lab", default=2).run(fail, in_jax=False, say=print)
     assert namespaces() == []
