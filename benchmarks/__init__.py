@@ -7,7 +7,7 @@ timing.py                        interleaved rounds, ratios with 95 % intervals
 training/                        a training run under several strategies, measured in both frameworks
 strategies.py gates.py buckets.py scaling.py memory.py   the benchmarks that train
 calibrate.py, published.py       what is predicted beside what runs here, and beside what others published
-collectives.py collective_cases.py collective_calls.py nccl_tests.py   collectives by size
+collectives.py collective_cases.py collective_calls.py   collectives by size
 soak.py                          training under faults
 public_programs.py               what public programs compile to
 """

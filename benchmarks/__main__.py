@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxddp.cli.parser import Parser
-
-DESCRIPTION = "Measures data parallelism in JAX and PyTorch, side by side."
 
 
 def positive(kind: type) -> Any:
     """A type of options: numbers above 0."""
 
-    def convert(text: str) -> Any:
+    def number(text: str) -> Any:
         value = kind(text)
         if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
         return value
 
-    convert.__name__ = kind.__name__
-    return convert
+    return number
 
 
 def make_options() -> dict[str, dict[str, Any]]:
@@ -45,7 +44,6 @@ def make_options() -> dict[str, dict[str, Any]]:
         "steps": {"type": positive(int), "metavar": "N", "help": "timed rounds"},
         "batch_size": {"type": positive(int), "metavar": "N", "help": "sequences of the global batch"},
         "model": {"metavar": "NAME", "help": "what is trained"},
-        "data": {"metavar": "PATH", "help": "text for a model of bytes (default: the standard library's sources)"},
         "dtype": {"choices": DTYPES, "help": "the arithmetic of both frameworks: true float32 (default), float32 with"
                   " matrix products in TF32, or all in bfloat16"},
         "strategies": {"nargs": "+", "metavar": "NAME", "help": strategies},
@@ -64,18 +62,15 @@ def make_parser(benchmark: Any = None) -> Parser:
     from .registry import BENCHMARKS
 
     listed = "\n".join(f"  {one.name:12} {one.summary}" for one in BENCHMARKS.values())
-    chosen = benchmark or BENCHMARKS["main"]
     parser = Parser(
-        prog="python -m benchmarks" + (f" {chosen.name}" if benchmark else ""),
-        description=benchmark.summary if benchmark else DESCRIPTION,
-        epilog=None
-        if benchmark
-        else f"benchmarks, main if none is named:\n{listed}\n\nreport RUN: its page made again",
+        prog=f"python -m benchmarks {benchmark.name if benchmark else ''}".strip(),
+        description=benchmark.summary if benchmark else "Measures data parallelism in JAX and PyTorch, side by side.",
+        epilog="" if benchmark else f"benchmarks, main if none is named:\n{listed}\n\nreport RUN: its page made again",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     for name, how in make_options().items():
-        if name in chosen.options:
+        if name in (benchmark or BENCHMARKS["main"]).options:
             parser.add_argument(f"--{name.replace('_', '-')}", **how)
         else:
             parser.set_defaults(**{name: None})
@@ -84,14 +79,9 @@ def make_parser(benchmark: Any = None) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a benchmark.
-
-    Returns:
-        The exit status: 0, 1 if a check fails, 2 after bad input, 130 after an interrupt.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs a benchmark; returns 0, 1 if a check fails, 2 after bad input, 130 after an interrupt."""
     try:
-        return _run(arguments)
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -110,28 +100,25 @@ def _run(arguments: list[str]) -> int:
     from .registry import BENCHMARKS
     from .render import write
 
-    if arguments[:1] == ["report"]:
-        from pathlib import Path
-
-        if len(arguments) != 2 or not arguments[1]:
-            raise ValueError("report must be given the folder of one run")
-        rows = read_rows(folder := Path(arguments[1]))
-        if (name := str(rows[0].get("benchmark"))) not in BENCHMARKS:
-            raise ValueError(f"run (={folder}) must be of one of {', '.join(BENCHMARKS)}, not of {name!r}")
-        print(write(folder, BENCHMARKS[name], rows))
-        return 0
     name, *rest = arguments if arguments and not arguments[0].startswith("-") else ["", *arguments]
+    if name == "report":
+        if len(rest) != 1:
+            raise ValueError("report must be given the folder of one run")
+        rows = read_rows(run_folder := Path(rest[0]))
+        if (of := str(rows[0].get("benchmark"))) not in BENCHMARKS:
+            raise ValueError(f"run (={run_folder}) must be of one of {', '.join(BENCHMARKS)}, not of {of!r}")
+        print(write(run_folder, BENCHMARKS[of], rows))
+        return 0
     if name and name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}: one of {', '.join(BENCHMARKS)}")
-    options = make_parser(BENCHMARKS[name] if name else None).parse_args(rest)
+    options = make_parser(BENCHMARKS.get(name)).parse_args(rest)
     benchmark = BENCHMARKS[name or "main"]
     is_first, about = join_job() if options.on == "job" else (True, {})
     with lab_for(options) as lab:
-        if not is_first:
-            return 0 if run(benchmark, options, None, lambda text: None, about) else 1
-        benchmark.cases(options)  # refuses wrong options before there is a folder
-        folder = new_folder(options.out, benchmark.name)
-        return 0 if run(benchmark, options, folder, lambda text: print(text, flush=True), about | lab) else 1
+        cases = benchmark.cases(options)  # refuses wrong options before there is a folder
+        folder = new_folder(options.out, benchmark.name) if is_first else None
+        say = partial(print, flush=True) if is_first else lambda text: None
+        return 0 if run(benchmark, cases, folder, say, about | lab) else 1
 
 
 if __name__ == "__main__":

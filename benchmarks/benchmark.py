@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -56,12 +57,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark; the module's docstring says what each function does.
-
-    Attributes:
-        options: Names of the options that it takes.
-        notes: Sentences below the tables.
-    """
+    """A benchmark, with the names of the options that it takes and the sentences below its tables."""
 
     name: str
     summary: str
@@ -74,18 +70,10 @@ class Benchmark:
     notes: Sequence[str] = ()
 
 
-def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
-    """Measures every case and writes the folder.
+def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:
+    """Measures the cases and writes the folder, if it is given; in a job only its first process has one.
 
-    Args:
-        benchmark: What is measured.
-        options: Of the command line.
-        folder: Where its files go; None in processes of a job that write none.
-        say: Prints a line.
-        about: Fields of every row: the lab or the job that ranks run in.
-
-    Returns:
-        Whether no row failed or is wrong; rows that were not run do not count.
+    Rows also have the fields of ``about``, the lab or job that ranks run in. Returns whether none failed or is wrong.
     """
     rows: list[Row] = []
     common = {"benchmark": benchmark.name, **environment(), **about}
@@ -98,7 +86,7 @@ def run(benchmark: Benchmark, options: Options, folder: Path | None, say: Say, a
             with (folder / METRICS).open("a") as lines:
                 lines.write(json.dumps(rows[-1]) + "\n")
 
-    for case in benchmark.cases(options):
+    for case in cases:
         try:
             for row in benchmark.measure(case._replace(folder=folder), say):
                 keep(row, case.name)
@@ -124,13 +112,12 @@ def read_rows(folder: Path) -> list[Row]:
         raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
     rows: list[Row] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
+        with suppress(ValueError):
             row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or "check" not in row:
+            if isinstance(row, dict) and "check" in row:
+                rows.append(row)
+        if len(rows) < number:
             raise ValueError(f"line {number} of {path} must be a row, a JSON object with a check")
-        rows.append(row)
     return rows
 
 
@@ -146,28 +133,15 @@ def new_folder(out: str | None, name: str) -> Path:
 @functools.cache
 def environment() -> dict[str, Any]:
     """The fields of rows about the machine, the versions and the command."""
+    commit = ""  # checked out beside this file, with "+" if files differ from it
+    with suppress(OSError):
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
-        "commit": _commit(),
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        **facts(),
-    }
-
-
-def _commit() -> str:
-    """The commit checked out beside this file, with ``+`` if files differ from it; empty if there is none."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit, changes = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return commit + ("+" if changes else "")
+        "commit": commit, "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": platform.machine(), "cores": os.cpu_count(), "system": platform.system(),
+        "python": platform.python_version(), **facts(),
+    }  # fmt: skip
 
 
 def first_line(error: BaseException) -> str:

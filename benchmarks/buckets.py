@@ -19,24 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxddp.models import SIZES
 from jaxddp.planning.formulas import fit_sweep
 
 from .benchmark import NOT_RUN, Benchmark, Case, Options
-from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, whiskers
+from .render import CHECK, MIB, STEP, Column, Row, by, new_figure, percent, short, whiskers
 from .strategies import COLUMNS, NOTES, cases_of, measure_steps
 from .timing import compare
-from .training.setup import (
-    AT_ONCE,
-    FORWARD_BACKWARD,
-    NUM_PROBED,
-    OPTIONS,
-    PROBES,
-    QUICK_MODEL,
-    SIZES,
-    StrategySpec,
-    all_reduce_label,
-    make_setup,
-)
+from .training.setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, OPTIONS, QUICK_MODEL, StrategySpec, make_setup
 
 CAPS_MB, QUICK_CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 1000.0), (1.0, 5.0, 1000.0)
 LARGEST_PROBE_BYTES = 64 * MIB
@@ -45,21 +35,13 @@ PREDICTED = "Predicted steps, and the best cap"
 
 
 class Costs(NamedTuple):
-    """What was measured for a framework on its ranks.
+    """What was measured for a framework on its ranks."""
 
-    Attributes:
-        alone_s: The step without communication.
-        forward_backward_s: The part of it that is forward and backward.
-        latency_s: o, of one all-reduce.
-        bytes_per_s: w, bytes of the buffer per second.
-        rate: Speed of computing and of communicating while both run, as a share of that alone.
-    """
-
-    alone_s: float
-    forward_backward_s: float
-    latency_s: float
-    bytes_per_s: float
-    rate: float
+    alone_s: float  # the step without communication
+    forward_backward_s: float  # the part of it that is forward and backward
+    latency_s: float  # o, of one all-reduce
+    bytes_per_s: float  # w, of the buffer
+    rate: float  # of computing and of communicating while both run, as a share of that alone
 
 
 def cases(options: Options) -> list[Case]:
@@ -82,13 +64,12 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """A row for each measured step with its prediction, and one for the best cap of each framework."""
     shares = next((row["ready_shares"] for row in rows if row.get("ready_shares")), None)
     for (framework,), some in by(rows, "framework").items():
-        probes = next((row["probes_ms"] for row in some if row["strategy"] == PROBES), None)
         timed = [row for row in some if row.get("baseline_rounds_ms") and row["check"] == "ok"]
         common = {"table": PREDICTED, "framework": framework}
-        if not probes or not timed or shares is None:
+        if not timed or shares is None:
             continue
         try:
-            costs = fit_costs(probes, [row["baseline_rounds_ms"] for row in timed])
+            costs = fit_costs(timed[0]["probes_ms"], [row["baseline_rounds_ms"] for row in timed])
         except ValueError as error:
             yield common | {"check": f"{NOT_RUN}{error}"}
             continue
@@ -111,69 +92,43 @@ def predict_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def fit_costs(probes_ms: Mapping[str, Sequence[float]], baselines_ms: Sequence[Sequence[float]]) -> Costs:
-    """Fits the costs to medians of the rounds; raises ValueError if all-reduces do not take longer with their size."""
+    """Fits the costs to medians of the rounds; raises ValueError if they do not grow as they should."""
     medians_s = {label: float(np.median(times)) / 1e3 for label, times in probes_ms.items()}
-    sizes = sorted(int(label.split()[-1]) for label in medians_s if label.startswith("all-reduce"))
-    fit = fit_sweep(sizes, [medians_s[all_reduce_label(size)] / NUM_PROBED for size in sizes])
-    computing_s = medians_s[FORWARD_BACKWARD]
-    rate = rate_at_once(computing_s, medians_s[all_reduce_label(sizes[-2])], medians_s[AT_ONCE])
+    sent = {int(label.split()[-1]): one for label, one in medians_s.items() if label.startswith("all-reduce")}
+    sizes = sorted(sent)
+    fit = fit_sweep(sizes, [sent[size] / NUM_PROBED for size in sizes])
+    # Started at once, a of computing and b of communicating take |a - b| + min(a, b) / rate.
+    alone = medians_s[FORWARD_BACKWARD], sent[sizes[-2]]
+    shared_s = medians_s[AT_ONCE] - (max(alone) - min(alone))
+    if shared_s <= 0:
+        raise ValueError(f"both at once take {medians_s[AT_ONCE]:.3g} s, less than {max(alone) - min(alone):.3g}")
     alone_s = float(np.median(np.concatenate([np.asarray(times) for times in baselines_ms]))) / 1e3
-    return Costs(alone_s, computing_s, max(0.0, fit.latency_s), fit.bytes_per_s, rate)
+    return Costs(alone_s, alone[0], max(0.0, fit.latency_s), fit.bytes_per_s, min(1.0, min(alone) / shared_s))
 
 
 def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, float], costs: Costs) -> float:
-    """Seconds of a step with these buckets, each a list of ``(name, bytes)``.
+    """Seconds of a step with these buckets, each a list of ``(name, bytes)``, which are sent in order.
 
     Example:
-        >>> costs = Costs(1.0, 0.8, 0.0, 1e6, rate=1.0)
-        >>> predict([[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}, costs)
-        1.3
+        >>> buckets, shares = [[("a", 100_000)], [("b", 300_000)]], {"a": 0.5, "b": 1.0}
+        >>> [round(predict(buckets, shares, Costs(1.0, 0.8, 0.0, 1e6, rate)), 3) for rate in (1.0, 0.5)]
+        [1.3, 1.4]
     """
-    ready_s = [costs.forward_backward_s * max(shares[name] for name, _ in bucket) for bucket in buckets]
-    send_s = [costs.latency_s + sum(num_bytes for _, num_bytes in bucket) / costs.bytes_per_s for bucket in buckets]
-    exposed_s = shared_finish_s(costs.forward_backward_s, ready_s, send_s, costs.rate) - costs.forward_backward_s
-    return float(costs.alone_s + exposed_s)
-
-
-def rate_at_once(compute_s: float, communicate_s: float, together_s: float) -> float:
-    """Gives r, at most 1: how fast compute and communication progress while both run, as a share of that alone.
-
-    A compute of a seconds and a communication of b seconds, started at once, take ``|a - b| + min(a, b) / r``.
-
-    Example:
-        >>> rate_at_once(2.0, 1.0, 3.0), rate_at_once(2.0, 1.0, 2.0)
-        (0.5, 1.0)
-    """
-    shared_s = together_s - abs(compute_s - communicate_s)
-    if shared_s <= 0:
-        raise ValueError(f"together_s (={together_s:g}) must be more than {abs(compute_s - communicate_s):g}")
-    return min(1.0, min(compute_s, communicate_s) / shared_s)
-
-
-def shared_finish_s(compute_s: float, ready_s: Iterable[float], communicate_s: Iterable[float], rate: float) -> float:
-    """Gives when compute and all buckets have ended, if they slow each other down to ``rate``.
-
-    ``ready_s`` counts seconds of the compute alone, bucket by bucket in launch order.
-
-    Example:
-        >>> [shared_finish_s(3.0, [1.0, 3.0], [1.0, 1.0], rate) for rate in (1.0, 0.5)]
-        [4.0, 5.0]
-    """
-    now = computed = 0.0
-    for ready, left in zip(ready_s, communicate_s, strict=True):
-        if computed < ready:
-            now, computed = now + ready - computed, ready
-        overlapped = min(left, compute_s - computed)  # compute and communication progress equally
-        computed += overlapped
-        now += overlapped / rate + left - overlapped
-    return now + compute_s - computed
+    now_s = computed_s = 0.0
+    for bucket in buckets:
+        ready_s = costs.forward_backward_s * max(shares[name] for name, _ in bucket)
+        left_s = costs.latency_s + sum(num_bytes for _, num_bytes in bucket) / costs.bytes_per_s
+        if computed_s < ready_s:
+            now_s, computed_s = now_s + ready_s - computed_s, ready_s
+        overlapped_s = min(left_s, costs.forward_backward_s - computed_s)  # both progress equally
+        computed_s += overlapped_s
+        now_s += overlapped_s / costs.rate + left_s - overlapped_s
+    return costs.alone_s + now_s - computed_s
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Steps by cap, measured and predicted."""
     measured = by([row for row in rows if row.get("rounds_ms")], "framework")
-    if not measured:
-        return
     figure, axes = new_figure("One training step by bucket cap", 1, len(measured))
     for axis, ((framework,), some) in zip(axes[0], measured.items(), strict=True):
         caps, times = [row["bucket_mb"] for row in some], [row["median_ms"] for row in some]
@@ -195,22 +150,16 @@ _PREDICTED_COLUMNS = (
     Column("predicted", "predicted_ms", "ms"),
     Column("error", "error_share", form=lambda value: f"{value:+.1%}"),
     Column("as good within noise", "as_good", "MiB"),
-    Column("latency", lambda row: row.get("latency_s") and 1e6 * row["latency_s"], "us"),
-    Column("rate", lambda row: row.get("bytes_per_s") and row["bytes_per_s"] / 1e9, "GB/s"),
+    Column(FORWARD_BACKWARD, "forward_backward_s", "ms", lambda seconds: short(1e3 * seconds)),
+    Column("latency", "latency_s", "us", lambda seconds: short(1e6 * seconds)),
+    Column("rate", "bytes_per_s", "GB/s", lambda rate: short(rate / 1e9)),
     Column("at once", "rate", "of alone", percent),
     CHECK,
 )
-
-
-def _probe(label: str) -> Column:
-    return Column(label, lambda row: float(np.median(row["probes_ms"][label])), "ms")
-
-
-_PARTS_COLUMNS = (Column("framework"), _probe(FORWARD_BACKWARD), _probe(AT_ONCE), CHECK)
 BENCHMARK = Benchmark(
     "buckets", "bucket sizes: measured beside predicted, in both frameworks", (*OPTIONS, "bucket_mb"), cases,
     measure_steps,
-    {"One training step by bucket cap": COLUMNS, "The step's parts": _PARTS_COLUMNS, PREDICTED: _PREDICTED_COLUMNS},
+    {"One training step by bucket cap": COLUMNS, PREDICTED: _PREDICTED_COLUMNS},
     plot, predict_all,
     (*NOTES[:3], "predicted: step without communication, and what an in-order pipeline of the buckets leaves over; a"
      " wrong prediction is told, and fails nothing"),

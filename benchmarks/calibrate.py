@@ -1,19 +1,15 @@
 """The step that ``inspect`` predicts beside the step that runs: time, memory and kernels of the built-in models.
 
-    python -m benchmarks calibrate                                   # on the GPUs that are here
-    python -m benchmarks calibrate --model tiny --target h100:1      # rehearsed on CPUs
-
 A row is a model, an arithmetic and a strategy. Its step is compiled for the target and simulated, in a process without
 GPUs; then it runs on the ranks, ten steps in a row a time, since a step alone waits for Python; then three steps are
-profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260). The ratio is of times
-where the target is the machine at hand. Bytes of the state must be the predicted ones on any machine.
+profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260).
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +22,7 @@ import torch.distributed as dist
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, inspect, transformer_training
-from jaxddp.instruments.memory import allocated_bytes, step_memory
+from jaxddp.instruments.memory import DeviceBytes, step_memory
 from jaxddp.instruments.trace import PRODUCTS, read_trace
 from jaxddp.models import SIZES, build
 from jaxddp.planning.chips import CHIPS
@@ -34,7 +30,7 @@ from jaxddp.training.clock import stopwatch, summarize
 from torchref.launch import RankError
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
-from .ranks import Ranks, choose_ranks, say_on_rank, slowest
+from .ranks import Ranks, about, choose_ranks, mesh_of, say_on_rank, slowest
 from .render import CHECK, Column, Row, mib, new_figure, percent
 from .training.jax_side import place
 from .training.setup import DTYPES, QUICK_MODEL, check_batch, check_known
@@ -97,7 +93,7 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     setup: CalibrationSetup = case.setup
     say(f"{case.name}: compiling for {setup.target}")
     row = Ranks(1, "simulated").run(predict, setup, in_jax=True, say=say)
-    say(f"{case.name}: {setup.num_rounds} rounds of {STEPS_IN_A_ROW} steps on {setup.ranks.in_words('jaxddp')}")
+    say(f"{case.name}: {setup.num_rounds} rounds of {STEPS_IN_A_ROW} steps on {setup.ranks.num} {setup.ranks.kind}")
     row |= setup.ranks.run(time_steps, setup, in_jax=True, say=say)
     try:
         row |= setup.ranks.run(profile_steps, setup, in_jax=True, say=say)
@@ -110,11 +106,10 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
         row["notes"] = [*row.get("notes", []), REHEARSED.format(device=row["device"], chip=chip.name)]
     apart = row["state_bytes"] - row["predicted_state_bytes"]
     wrong = f"{apart:+,} bytes of state" if apart else "" if math.isfinite(row["loss"]) else f"loss {row['loss']}"
-    yield {
-        "framework": "jaxddp", "backend": setup.ranks.backend("jaxddp"), "strategy": setup.strategy,
-        "model": setup.model, "dtype": setup.dtype, "target": setup.target, "num_ranks": setup.ranks.num,
+    yield row | {
+        "strategy": setup.strategy, "model": setup.model, "dtype": setup.dtype, "target": setup.target,
         "global_batch": setup.batch_size, "microbatch": setup.batch_size // setup.ranks.num,
-        **row, "check": f"{WRONG}{wrong}" if wrong else "ok",
+        "check": f"{WRONG}{wrong}" if wrong else "ok",
     }  # fmt: skip
 
 
@@ -135,69 +130,62 @@ def predict(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Run:
-    """A trainer on the ranks, its state and a batch."""
+def start(ranks: Ranks, setup: CalibrationSetup) -> tuple[Callable[[int], float], DeviceBytes]:
+    """Gives what takes steps in a row, and then the last one's loss; and the memory of its program."""
+    mesh, made = mesh_of(ranks), setup.training()
+    trainer = jaxddp.Trainer(made.loss_fn, made.optimizer, jaxddp.make_strategy(setup.strategy), mesh, **made.options)
+    tokens = np.random.default_rng(0).integers(SIZES[setup.model].vocab, size=made.batch["tokens"].shape)
+    batch = {"tokens": tokens.astype(np.int32), "targets": np.roll(tokens, -1, 1).astype(np.int32)}
+    batch, state = place(jaxddp.local_rows(batch), mesh), trainer.init(build(setup.model)[1])
 
-    def __init__(self, ranks: Ranks, setup: CalibrationSetup) -> None:
-        mesh, made = ranks.mesh(), setup.training()
-        strategy = jaxddp.make_strategy(setup.strategy)
-        self.trainer = jaxddp.Trainer(made.loss_fn, made.optimizer, strategy, mesh, **made.options)
-        self.state = self.trainer.init(build(setup.model)[1])
-        tokens = np.random.default_rng(0).integers(SIZES[setup.model].vocab, size=made.batch["tokens"].shape)
-        batch = {"tokens": tokens.astype(np.int32), "targets": np.roll(tokens, -1, 1).astype(np.int32)}
-        self.batch = place(jaxddp.local_rows(batch), mesh)
-        self.take(WARMUP)
-
-    def take(self, count: int) -> float:
-        """Takes steps in a row, and gives the last one's loss when all are done."""
+    def take(count: int) -> float:
+        nonlocal state
         for _ in range(count):
-            self.state, metrics = self.trainer.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
+            state, metrics = trainer.step(state, batch)
+        jax.block_until_ready((state, metrics))
         return float(metrics["loss"])
+
+    memory = step_memory(trainer.compile(state, batch), state)
+    take(WARMUP)
+    return take, memory
 
 
 def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     """Times steps of the slowest rank, and reads the memory of the program and of the allocator; runs on each rank."""
-    run, seconds, loss = _Run(ranks, setup), [], 0.0
+    (take, memory), seconds, loss = start(ranks, setup), [], 0.0
     for _ in range(setup.num_rounds):
         dist.barrier()
-        loss, elapsed_s = stopwatch(run.take, STEPS_IN_A_ROW, wait=lambda loss: None)
+        loss, elapsed_s = stopwatch(take, STEPS_IN_A_ROW, wait=lambda loss: None)
         seconds.append(elapsed_s / STEPS_IN_A_ROW)
         say_on_rank()
-    memory = step_memory(run.trainer.compile(run.state, run.batch), run.state)
-    device = jax.local_devices()[0]
-    allocated = allocated_bytes(device)
-    return summarize(slowest(seconds))._asdict() | {
-        "device": device.device_kind, "loss": loss, "state_bytes": memory.parameters + memory.optimizer_state,
-        "temporary_bytes": memory.temporaries, "peak_bytes": allocated and allocated.peak_bytes,
-        "versions": {"jax": jax.__version__},
+    allocated = jax.local_devices()[0].memory_stats() or {}
+    return about(ranks, "jaxddp") | summarize(slowest(seconds))._asdict() | {
+        "loss": loss, "state_bytes": memory.parameters + memory.optimizer_state,
+        "temporary_bytes": memory.temporaries, "peak_bytes": allocated.get("peak_bytes_in_use"),
     }  # fmt: skip
 
 
 def profile_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     """Kernels of a step on the first rank, what share of them is products, and exposed time; runs on each rank."""
-    run, options = _Run(ranks, setup), jax.profiler.ProfileOptions()
+    (take, _), options = start(ranks, setup), jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             dist.barrier()  # the profiler takes longer to start on some ranks than on others
-            run.take(PROFILED)
+            take(PROFILED)
         trace = read_trace(folder)
-    kinds, devices = trace.kinds(), len(trace.devices)
-    busy_us = sum(own_us for _, own_us in kinds.values())
+    kinds, overlaps = trace.kinds(), trace.overlaps().values()
     return {
-        "kernels": round(sum(count for count, _ in kinds.values()) / PROFILED / devices),
-        "products_share": kinds.get(PRODUCTS, (0, 0.0))[1] / busy_us,
-        "exposed_ms": max(one.exposed_us for one in trace.overlaps().values()) / PROFILED / 1e3,
-        "span_ms": max(one.span_us for one in trace.overlaps().values()) / PROFILED / 1e3,
+        "kernels": round(sum(count for count, _ in kinds.values()) / PROFILED / len(trace.devices)),
+        "products_share": kinds.get(PRODUCTS, (0, 0.0))[1] / sum(own_us for _, own_us in kinds.values()),
+        "exposed_ms": max(one.exposed_us for one in overlaps) / PROFILED / 1e3,
+        "span_ms": max(one.span_us for one in overlaps) / PROFILED / 1e3,
     }
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Measured and predicted times side by side."""
     some = [row for row in rows if row.get("predicted_ms")]
-    if not some:
-        return
     figure, axes = new_figure("A step as predicted for the target, and as measured", height=1.2 + 0.4 * len(some))
     axis, places = axes[0][0], np.arange(len(some))[::-1]
     axis.barh(places + 0.2, [row["median_ms"] for row in some], 0.38, label=f"measured, {some[0]['device']}")

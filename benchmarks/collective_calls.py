@@ -11,25 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .collective_cases import (
-    ELEMENT_BYTES,
-    PRIMITIVES,
-    RINGS,
-    brought_length,
-    expected,
-    num_wrong,
-    options_of,
-    plan,
-    size_of,
-    values,
-)
-from .ranks import Ranks
+from . import collective_cases as cases
+from .ranks import Ranks, mesh_of
 
 # XLA has no broadcast and no reduce for every backend: jaxddp's are all-reduces.
-_OF_JAX = {name: name.replace("_", "-") for name in PRIMITIVES} | {
-    "broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute",
-}  # fmt: skip
-_OF_TORCH = {name: name.replace("_", "-") for name in PRIMITIVES}
+_OF_JAX = {"broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute"}
 # Over Gloo, XLA's are wrong or slow, and others take their place: jaxddp/communication/gloo.py.
 REPLACED = ("reduce_scatter", "all_gather")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -47,101 +33,86 @@ class Call(NamedTuple):
     kernel: str | None = None
 
 
-class JaxCalls:
-    """The collectives of jaxddp on these ranks."""
+def jax_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
+    """Compiles a collective of jaxddp for a size."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
 
-    def __init__(self, ranks: Ranks) -> None:
-        import jax
-        import jaxlib
+    import jaxddp
+    from jaxddp.communication import collectives, ring
+    from jaxddp.mesh import DATA_AXIS
 
-        self._ranks, self._mesh = ranks, ranks.mesh()
-        self.device = self._mesh.devices.flat[0].device_kind
-        self.versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    mesh, num_ranks, spec = mesh_of(ranks), ranks.num, PartitionSpec(DATA_AXIS)
+    size_bytes, options = cases.size_of(name, asked_bytes, num_ranks), cases.options_of(name, num_ranks)
+    length, elements = cases.brought_length(name, asked_bytes, num_ranks), size_bytes // cases.ELEMENT_BYTES
+    collective = getattr(ring if name in cases.RINGS else collectives, name)
+    mapped = jax.shard_map(
+        lambda x: collective(x, DATA_AXIS, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
 
-    def make(self, name: str, asked_bytes: int) -> Call:
-        """Compiles a collective for a size."""
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
+    def start(index: Any) -> int:
+        return index[0].start or 0
 
-        import jaxddp
-        from jaxddp.communication import collectives, ring
-        from jaxddp.mesh import DATA_AXIS
+    given = jax.make_array_from_callback(
+        (num_ranks * length,), NamedSharding(mesh, spec), lambda index: cases.values(start(index) // length, length)
+    )
 
-        mesh, num_ranks, spec = self._mesh, self._ranks.num, PartitionSpec(DATA_AXIS)
-        size_bytes, options = size_of(name, asked_bytes, num_ranks), options_of(name, num_ranks)
-        length, elements = brought_length(name, asked_bytes, num_ranks), size_bytes // ELEMENT_BYTES
-        collective = getattr(ring if name in RINGS else collectives, name)
-        mapped = jax.shard_map(
-            lambda x: collective(x, DATA_AXIS, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
-
-        def start(index: Any) -> int:
-            return index[0].start or 0
-
-        given = jax.make_array_from_callback(
-            (num_ranks * length,), NamedSharding(mesh, spec), lambda index: values(start(index) // length, length)
-        )
-
-        def wrong(result: Any) -> int:
-            return sum(
-                num_wrong(np.asarray(one.data), expected(name, start(one.index) // one.data.size, num_ranks, elements))
-                for one in result.addressable_shards
+    def wrong(result: Any) -> int:
+        return sum(
+            cases.num_wrong(
+                np.asarray(one.data), cases.expected(name, start(one.index) // one.data.size, num_ranks, elements)
             )
+            for one in result.addressable_shards
+        )
 
-        program = jax.jit(mapped).lower(given).compile()
-        found = jaxddp.read_schedule(program).collectives()
-        kernels = ", ".join(sorted({one.kernel for one in found if one.kernel}))
-        is_replaced = name in REPLACED and self._ranks.backend("jaxddp") == "XLA over Gloo"
-        return Call(
-            size_bytes, lambda: given, lambda x: jax.block_until_ready(program(x)), wrong,
-            None if is_replaced else plan(name, _OF_JAX, size_bytes, num_ranks),
-            [(one.kind, one.num_bytes) for one in found], kernels or None,
-        )  # fmt: skip
+    program = jax.jit(mapped).lower(given).compile()
+    found = jaxddp.read_schedule(program).collectives()
+    kernels = ", ".join(sorted({one.kernel for one in found if one.kernel}))
+    is_replaced = name in REPLACED and ranks.backend("jaxddp") == "XLA over Gloo"
+    return Call(
+        size_bytes, lambda: given, lambda x: jax.block_until_ready(program(x)), wrong,
+        None if is_replaced else cases.plan(name, _OF_JAX, size_bytes, num_ranks),
+        [(one.kind, one.num_bytes) for one in found], kernels or None,
+    )  # fmt: skip
 
 
-class TorchCalls:
-    """The collectives of torchref on this rank."""
+def torch_call(ranks: Ranks, name: str, asked_bytes: int) -> Call:
+    """Makes the input of a collective of torchref of a size."""
+    import torch
+    import torch.distributed as dist
 
-    def __init__(self, ranks: Ranks) -> None:
-        import torch
+    from torchref.communication import collectives, ring
 
-        self._on_gpu, self._ranks = ranks.kind == "gpus", ranks
-        self.device = torch.cuda.get_device_name() if self._on_gpu else "cpu"
-        self.versions = {"torch": torch.__version__}
+    on_gpu, num_ranks, rank = ranks.kind == "gpus", ranks.num, dist.get_rank()
+    size_bytes, options = cases.size_of(name, asked_bytes, num_ranks), cases.options_of(name, num_ranks)
+    collective = getattr(ring if name in cases.RINGS else collectives, name)
+    given = torch.from_numpy(cases.values(rank, cases.brought_length(name, asked_bytes, num_ranks)))
+    given = given.cuda() if on_gpu else given
+    overwritten = torch.empty_like(given) if name in _IN_PLACE else given
 
-    def make(self, name: str, asked_bytes: int) -> Call:
-        """Makes the input of a collective of a size."""
-        import torch
-        import torch.distributed as dist
+    def wrong(result: Any) -> int:
+        return cases.num_wrong(
+            result.cpu().numpy(), cases.expected(name, rank, num_ranks, size_bytes // cases.ELEMENT_BYTES)
+        )
 
-        from torchref.communication import collectives, ring
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
 
-        num_ranks, rank = self._ranks.num, dist.get_rank()
-        size_bytes, options = size_of(name, asked_bytes, num_ranks), options_of(name, num_ranks)
-        collective = getattr(ring if name in RINGS else collectives, name)
-        given = torch.from_numpy(values(rank, brought_length(name, asked_bytes, num_ranks)))
-        given = given.cuda() if self._on_gpu else given
-        overwritten = torch.empty_like(given) if name in _IN_PLACE else given
-        segments = expected(name, rank, num_ranks, size_bytes // ELEMENT_BYTES)
-
-        def wait() -> None:
-            if self._on_gpu:
-                torch.cuda.synchronize()
-
-        def prepare() -> Any:
-            if name in _IN_PLACE:
-                overwritten.copy_(given)
-                wait()
-            return overwritten
-
-        def call(x: Any) -> Any:
-            result = collective(x, **options)
+    def prepare() -> Any:
+        if name in _IN_PLACE:
+            overwritten.copy_(given)
             wait()
-            return x if name in _IN_PLACE else result
+        return overwritten
 
-        with collectives.record() as issued:
-            call(prepare())
-        return Call(
-            size_bytes, prepare, call, lambda result: num_wrong(result.cpu().numpy(), segments),
-            plan(name, _OF_TORCH, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
-        )  # fmt: skip
+    def call(x: Any) -> Any:
+        result = collective(x, **options)
+        wait()
+        return x if name in _IN_PLACE else result
+
+    with collectives.record() as issued:
+        call(prepare())
+    return Call(
+        size_bytes, prepare, call, wrong,
+        cases.plan(name, {}, size_bytes, num_ranks), [(one.kind, one.num_bytes) for one in issued],
+    )  # fmt: skip

@@ -21,8 +21,6 @@ ELEMENT_BYTES = 4
 ROOT = 0
 PERIOD, SHIFT = 251, 17
 
-Segments = list[tuple[np.ndarray, int]]  # a period, and the number of values that repeat it
-
 
 def size_of(name: str, asked_bytes: int, num_ranks: int) -> int:
     """Bytes of the full buffer, rounded up to whole values and, where ranks share it, to equal parts.
@@ -58,55 +56,46 @@ def rates(name: str, size_bytes: int, seconds: float, num_ranks: int) -> tuple[f
 def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> list[tuple[str, int]]:
     """Lists the ``(kind, bytes of the full buffer)`` that a collective should issue.
 
-    ``kinds`` maps ``PRIMITIVES`` to the framework's names of the collectives that implement them.
+    ``kinds`` has the framework's names of those of ``PRIMITIVES`` that are implemented by others.
 
     Example:
         >>> plan("ring_all_reduce", {"send_recv": "collective-permute"}, 1024, 2)
         [('collective-permute', 512), ('collective-permute', 512)]
     """
     if name not in RINGS:
-        return [(kinds[name], size_bytes)]
+        return [(kinds.get(name, name.replace("_", "-")), size_bytes)]
     sends = (num_ranks - 1) * (2 if name == "ring_all_reduce" else 1)
     padded_bytes = size_of("reduce_scatter", size_bytes, num_ranks)
-    return [(kinds["send_recv"], padded_bytes // num_ranks)] * sends
+    return [(kinds.get("send_recv", "send-recv"), padded_bytes // num_ranks)] * sends
 
 
 def values(rank: int, length: int) -> np.ndarray:
     """The first ``length`` values of a rank's input."""
-    return np.tile(_period(rank), -(-length // PERIOD))[:length]
+    return np.resize(_period(rank), length)
 
 
-def expected(name: str, rank: int, num_ranks: int, length: int) -> Segments:
-    """The expected result of a collective on a rank, in segments, for a buffer of ``length`` elements."""
-    total = np.sum([_period(each) for each in range(num_ranks)], axis=0)
+def expected(name: str, rank: int, num_ranks: int, length: int) -> np.ndarray:
+    """The expected result of a collective on a rank, for a buffer of ``length`` elements."""
+    total, chunk = sum(map(_period, range(num_ranks)), np.zeros(PERIOD, np.float32)), length // num_ranks
     match name.removeprefix("ring_"):
         case "all_reduce":
-            return [(total, length)]
+            return np.resize(total, length)
         case "reduce_scatter":
-            chunk = length // num_ranks
-            return [(np.roll(total, -rank * chunk), chunk)]
+            return np.resize(np.roll(total, -rank * chunk), chunk)
         case "all_gather":
-            return [(_period(each), length // num_ranks) for each in range(num_ranks)]
+            return np.concatenate([values(each, chunk) for each in range(num_ranks)])
         case "broadcast":
-            return [(_period(ROOT), length)]
+            return values(ROOT, length)
         case "reduce":
-            return [(total if rank == ROOT else np.zeros_like(total), length)]
-        case "send_recv":
-            return [(_period(rank - 1 if rank else num_ranks - 1), length)]
-    raise AssertionError(f"no collective is called {name!r}")
+            return np.resize(total, length) if rank == ROOT else np.zeros(length, np.float32)
+    assert name == "send_recv", name
+    return values(rank - 1 if rank else num_ranks - 1, length)
 
 
-def num_wrong(result: np.ndarray, segments: Segments) -> int:
+def num_wrong(result: np.ndarray, wanted: np.ndarray) -> int:
     """Counts wrong values of a result, including missing and superfluous ones."""
-    wrong, start = 0, 0
-    for period, count in segments:
-        part = result[start : start + count]
-        start += count
-        whole = part.size - part.size % PERIOD
-        wrong += count - part.size
-        wrong += int(np.count_nonzero(part[:whole].reshape(-1, PERIOD) != period))
-        wrong += int(np.count_nonzero(part[whole:] != period[: part.size - whole]))
-    return wrong + result[start:].size
+    count = min(result.size, wanted.size)
+    return int(np.count_nonzero(result[:count] != wanted[:count])) + abs(result.size - wanted.size)
 
 
 def _period(rank: int) -> np.ndarray:

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from jaxddp.environment import cuda_libraries
-from jaxddp.network import GB
+from jaxddp.network import GB, nccl_tests
 from jaxddp.planning.formulas import fit_sweep
-from jaxddp.training.clock import stopwatch, summarize
+from jaxddp.training.clock import summarize
 
-from . import nccl_tests
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
+from .collective_calls import jax_call, torch_call
 from .collective_cases import NAMES, QUICK_NAMES, rates
-from .ranks import PROCESS_BYTES, Ranks, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
+from .ranks import PROCESS_BYTES, Ranks, about, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
 from .render import CHECK, STEP, Column, Row, by, counts, new_figure, percent, size
 from .timing import Attempts, interleave
 
@@ -33,10 +32,10 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 SIZES, QUICK_SIZES = tuple(KIB * 4**power for power in range(11)), (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB)
 MIN_ROUNDS, MAX_ROUNDS, NUM_WARMUP = 5, 100, 2
 BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
-IN_A_ROW, MOST_IN_A_ROW_BYTES = 20, MIB  # calls between two synchronisations, as nccl-tests times them; on GPUs
 # Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
 # up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
 HELD = 12.5
+NCCL_TESTS, DTYPES = "nccl-tests", {"float": "float32", "half": "float16", "double": "float64"}
 FITS = "What the sizes of one collective have in common"
 
 
@@ -70,39 +69,52 @@ def cases(options: Options) -> list[Case]:
         found.append(Case(f"{ranks.backend(framework)}, {ranks.num} ranks", sweep))
     for path in options.nccl_tests or ():
         nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
-        found.append(Case(f"{nccl_tests.NAME}, {path}", path))
+        found.append(Case(f"{NCCL_TESTS}, {path}", path))
     return found
 
 
 def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
-    counts: list[int | None] = [options.ranks] if options.ranks else [2] if options.quick else [*RANKS]
-    kinds: Sequence[str] = [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_gpus() else [])]
-    counts = [None] if options.on == "job" else counts
-    if "gpus" in kinds and not options.ranks and not options.quick:
-        counts = [*counts, *([num_gpus()] if num_gpus() not in RANKS else [])]
-    for num in counts:
-        for kind in kinds:
-            is_there = kind != "gpus" or 2 <= (num or 0) <= num_gpus()
-            if is_there or options.ranks:
-                ranks = choose_ranks(num, kind, default=2)
-                both = ("jaxddp",) if kind == "simulated" and not options.on else ("jaxddp", "torchref")
-                yield from ((ranks, framework) for framework in both)
+    num_found = num_gpus() if options.on in (None, "gpus") else 0
+    default = (2,) if options.quick else RANKS
+    for kind in [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_found else [])]:
+        counts: Sequence[int | None] = default if kind in ("simulated", "processes") else [None]  # all that are there
+        if kind == "gpus":
+            counts = sorted({num for num in (*default, num_found) if 2 <= num <= num_found})
+        for num in [options.ranks] if options.ranks else counts:
+            ranks = choose_ranks(num, kind, default=2)
+            both = ("jaxddp",) if kind == "simulated" and not options.on else ("jaxddp", "torchref")
+            yield from ((ranks, framework) for framework in both)
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a file of nccl-tests or of a sweep, collective by collective."""
     if isinstance(case.setup, str):
-        yield from nccl_tests.read_file(case.setup)
+        yield from rows_of_file(case.setup)
         return
     sweep: Sweep = case.setup
     say(f"{case.name}: {size(sweep.sizes[0])} to {size(sweep.sizes[-1])}")
-    sizes, left_out = fitting(sweep)
-    rows = sweep.ranks.run(time_sweep, sweep, sizes, in_jax=sweep.framework == "jaxddp", say=say) if sizes else []
+    (sizes, left_out), ranks, framework = fitting(sweep), sweep.ranks, sweep.framework
+    rows = ranks.run(time_sweep, sweep, sizes, in_jax=framework == "jaxddp", say=say) if sizes else []
     rows.sort(key=lambda row: (NAMES.index(row["collective"]), row["asked_bytes"]))
-    rows += [{"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
-    backend, num = sweep.ranks.backend(sweep.framework), sweep.ranks.num
-    common = {"framework": sweep.framework, "backend": backend, "dtype": "float32", "num_ranks": num}
-    yield from (common | row for row in rows)
+    common = {"framework": framework, "backend": ranks.backend(framework), "num_ranks": ranks.num}
+    rows += [common | {"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
+    yield from rows
+
+
+def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
+    """A row for each size of what nccl-tests printed; raises ValueError if it is no such output, OSError if unread."""
+    for output in nccl_tests.read_file(path):
+        for line in output.lines:
+            # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
+            algbw, busbw = rates(output.collective, line.num_bytes, line.time_us * 1e-6, len(output.gpus))
+            num_wrong = output.num_wrong or line.num_wrong
+            yield {
+                "framework": NCCL_TESTS, "backend": "NCCL", "device": next(iter(output.gpus.values())) or "GPU",
+                "num_ranks": len(output.gpus), "collective": output.collective, "asked_bytes": line.num_bytes,
+                "size_bytes": line.num_bytes, "dtype": DTYPES.get(line.dtype, line.dtype),
+                "in_a_row_us": line.time_us, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw,
+                "check": f"{WRONG}{num_wrong} values" if num_wrong else "ok",
+            }  # fmt: skip
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
@@ -121,20 +133,17 @@ def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
 
 def time_sweep(ranks: Ranks, sweep: Sweep, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Times all sizes; runs on each rank."""
-    from .collective_calls import JaxCalls, TorchCalls
-
-    side = (JaxCalls if sweep.framework == "jaxddp" else TorchCalls)(ranks)
+    call_of = partial(jax_call if sweep.framework == "jaxddp" else torch_call, ranks)
     rows: list[dict[str, Any]] = []
     for asked in sizes:
         say_on_rank(f"{ranks.backend(sweep.framework)}, {ranks.num} ranks: {size(asked)}")
         attempt = Attempts(agree)
-        made = {name: attempt(name, partial(side.make, name, asked)) for name in sweep.names}
-        calls = {name: call for name, call in made.items() if call}
-        rows += _time_calls(sweep, asked, calls, attempt)
+        made = {name: attempt(name, partial(call_of, name, asked)) for name in sweep.names}
+        rows += _time_calls(sweep, asked, {name: call for name, call in made.items() if call}, attempt)
         failed = {name: f"{FAILED}{why}" for name, why in attempt.failed.items()}
         rows += [{"collective": name, "asked_bytes": asked, "check": check} for name, check in failed.items()]
-    of_all = {"device": side.device, "versions": side.versions | (cuda_libraries() if ranks.kind == "gpus" else {})}
-    return [of_all | row for row in rows]
+    common = about(ranks, sweep.framework) | {"dtype": "float32"}
+    return [common | row for row in rows]
 
 
 def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attempts) -> Iterator[dict[str, Any]]:
@@ -168,17 +177,7 @@ def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attemp
         }  # fmt: skip
         if call.planned is not None and sorted(call.planned) != sorted(found):
             row["check"] = f"{WRONG}other collectives than planned"
-        if sweep.ranks.kind == "gpus" and asked <= MOST_IN_A_ROW_BYTES:
-            row["in_a_row_us"] = 1e6 * float(np.median([_in_a_row(call) for _ in range(1 + MIN_ROUNDS)][1:]))
         yield row
-
-
-def _in_a_row(call: Any) -> float:
-    """Seconds of one of several calls; those in place take the result of the one before, so nothing is checked."""
-    given = call.prepare()
-    dist.barrier()
-    _, seconds = stopwatch(lambda: [call.run(given) for _ in range(IN_A_ROW)][-1], wait=lambda result: None)
-    return max(gather(seconds)) / IN_A_ROW
 
 
 def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -186,23 +185,20 @@ def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     right = [row for row in rows if row["check"] == "ok" and row.get("median_ms")]
     keys = ("framework", "backend", "num_ranks", "collective")
     for of_sweep, some in by(right, *keys).items():
-        if len(some) >= 3:
-            yield {"table": FITS, **dict(zip(keys, of_sweep, strict=True)), **fit(of_sweep[-1], some)}
-
-
-def fit(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Fits latency and rate to the sizes of a collective."""
-    sizes, seconds = [row["size_bytes"] for row in rows], [row["median_ms"] * 1e-3 for row in rows]
-    try:
-        found = fit_sweep(sizes, seconds)
-    except ValueError:
-        return {"check": "poor: times do not grow with sizes"}
-    rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
-    return {
-        "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
-        "bus_gb_per_s": rates(name, 10**9, 1 / rate, rows[0]["num_ranks"])[1],
-        "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
-    }  # fmt: skip
+        if len(some) < 3:
+            continue
+        common = {"table": FITS} | dict(zip(keys, of_sweep, strict=True))
+        try:
+            found = fit_sweep([row["size_bytes"] for row in some], [row["median_ms"] * 1e-3 for row in some])
+        except ValueError:
+            yield common | {"check": "poor: times do not grow with sizes"}
+            continue
+        rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
+        yield common | {
+            "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
+            "bus_gb_per_s": rates(common["collective"], 10**9, 1 / rate, common["num_ranks"])[1],
+            "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
+        }  # fmt: skip
 
 
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
@@ -247,11 +243,10 @@ BENCHMARK = Benchmark(
         "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
         "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"
         " rank has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1",
-        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, ATA all-to-all, CP collective-permute, SR"
-        " send-recv, B broadcast, R reduce; XLA's are read back from the compiled program, torch's are those issued."
-        " Over Gloo, others replace XLA's reduce-scatter and all-gather",
-        "latency and rate: time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
-        "in a row: a call of 20 between two synchronisations, as nccl-tests times them",
-        "simulated devices (XLA in-process) copy within one memory and send nothing",
+        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute; XLA's are read back"
+        " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
+        " all-gather",
+        "time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
+        "in a row: a call of 20 between two synchronisations, as nccl-tests times them; ours are timed one by one",
     ),
 )  # fmt: skip

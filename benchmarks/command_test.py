@@ -13,10 +13,9 @@ from benchmarks.registry import BENCHMARKS
     [
         ("--batch-size 3", "batch_size (=3) must be divisible by the number of ranks (=2)"),
         ("--model gpt", "unknown model 'gpt': one of tiny"),
-        ("--model tiny --data here", "data (=here) must come with a model of bytes"),
         ("--dtype tf32", "dtype (=tf32) must be f32 or bf16 on CPUs"),
         ("--strategies naive ddp", "unknown strategy 'ddp': one of naive"),
-        ("--data nowhere", "nowhere"),
+        ("--hosts 3", "hosts (=3) is of a lab alone"),
         ("--on lab --hosts 9", "hosts (=9) must be at least 2 and at most 8"),
         ("--on job", "on (=job) must be in a job"),
         ("--on gpus", "on (=gpus) needs GPUs"),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import nccl_tests
+from benchmarks.collectives import rows_of_file
 
 
 def output(program, num_ranks, *lines, names_itself=True):
@@ -38,7 +38,7 @@ GATHERS = output("all_gather_perf", 4, SMALL, LARGE)
 
 def read(path, lines):
     path.write_text("\n".join(lines) + "\n")
-    return nccl_tests.read_file(str(path))
+    return list(rows_of_file(str(path)))
 
 
 def test_a_file_has_a_row_for_each_size(tmp_path):

@@ -15,6 +15,7 @@ H100s; nothing is trained. Packages for data, logs and configurations are replac
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import sys
@@ -63,9 +64,7 @@ class EmptyPackages(MetaPathFinder, Loader):
 class Config(SimpleNamespace):
     """Stands for ``ml_collections.ConfigDict``; a program is static in it, and hashes it."""
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        """By identity."""
-        return id(self)
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def data_mesh(*names: str, sizes: tuple[int, ...] = (NUM_DEVICES,)) -> Mesh:
@@ -75,11 +74,8 @@ def data_mesh(*names: str, sizes: tuple[int, ...] = (NUM_DEVICES,)) -> Mesh:
 
 def arrays(tree: Any, mesh: Mesh, *spec: Any) -> Any:
     """The shapes of a tree, laid out over a mesh."""
-    return _placed(tree, NamedSharding(mesh, P(*spec)))
-
-
-def _placed(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    place = NamedSharding(mesh, P(*spec))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -122,13 +118,9 @@ def flax_lm1b() -> tuple[Any, ...]:
     """Flax's language model example: a transformer of 6 layers, FSDP by ``jit`` and logical axes."""
     train, models, utils = map(importlib.import_module, ("train", "models", "utils"))
     config = importlib.import_module("configs.default").get_config()
-    own = models.TransformerConfig(
-        vocab_size=config.vocab_size, output_vocab_size=config.vocab_size, emb_dim=config.emb_dim,
-        logits_via_embedding=config.logits_via_embedding, num_heads=config.num_heads, num_layers=config.num_layers,
-        qkv_dim=config.qkv_dim, mlp_dim=config.mlp_dim, dropout_rate=config.dropout_rate,
-        attention_dropout_rate=config.attention_dropout_rate,
-        dtype=jnp.bfloat16 if config.use_bfloat16 else jnp.float32,
-    )  # fmt: skip
+    sizes = {one.name: getattr(config, one.name, one.default) for one in dataclasses.fields(models.TransformerConfig)}
+    dtype = jnp.bfloat16 if config.use_bfloat16 else jnp.float32
+    own = models.TransformerConfig(**sizes | {"output_vocab_size": config.vocab_size, "dtype": dtype})
     mesh = Mesh(utils.create_device_mesh(config), config.mesh_axes)
     rate = train.create_learning_rate_schedule(config.learning_rate, config.warmup_steps)
     optimizer = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=config.weight_decay)
@@ -205,7 +197,7 @@ def levanter() -> tuple[Any, ...]:
     def shapes(make: Any, mapping: Any) -> Any:
         held, static = eqx.partition(eqx.filter_eval_shape(make), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
         places = hax.partitioning.infer_resource_partitions(held, mapping, preserve_existing_shardings=False)
-        return jax.tree.map(lambda place, named: _placed(named, place), places, held), static
+        return jax.tree.map(lambda place, named: arrays(named, place.mesh, *place.spec), places, held), static
 
     (state, state_static), (batch, batch_static) = shapes(init, mapping), shapes(examples, trainer.compute_axis_mapping)
 

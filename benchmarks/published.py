@@ -100,8 +100,7 @@ def _network(row: Row, chip: Chip) -> Network:
         return Network(table["largest_busbw_GBps"], curves={"all-reduce": {table["ranks"]: times}}, source=table["id"])
     per_host = hardware["gpus_per_host"]
     given = hardware.get("network_gbps_per_host") or hardware.get("network_gbps_per_host_implied_not_stated")
-    speed = given / 8 / per_host if given else chip.host_link_gb_per_s
-    return _of_chip(chip, hardware["hosts"], per_host, speed)
+    return _of_chip(chip, hardware["hosts"], per_host, given / 8 / per_host if given else chip.host_link_gb_per_s)
 
 
 def _of_chip(chip: Chip, hosts: int, per_host: int, speed: float) -> Network:
@@ -109,28 +108,26 @@ def _of_chip(chip: Chip, hosts: int, per_host: int, speed: float) -> Network:
     return measured(Target(chip, hosts, per_host).spec, host_gb_per_s=speed, without_own=True)
 
 
-def predict_collectives() -> Iterator[dict[str, Any]]:
+def predict_collectives(say: Say) -> Iterator[dict[str, Any]]:
     """Rows of tables whose links the package knows, by size, from 1 MiB up."""
     for table in read("collectives"):
         gpu, common = table.get("gpu"), {"table": COLLECTIVES, "source": table["id"], "num_ranks": table["ranks"]}
         if not gpu or "NVLS off" in str(table.get("algorithm")):
             why = "NVLS is off" if gpu else "not a GPU's NVLink, or a GPU that is not named"
-            yield {**common, "check": f"{NOT_RUN}{why}"}
+            yield common | {"check": f"{NOT_RUN}{why}"}
             continue
         kind = table["op"].replace("_", "-")
         # 1600 Gbit/s a host; its own table in jaxddp/network/measured_collectives.json is not used.
         network, group = _of_chip(_chip(gpu), table["hosts"], table["gpus_per_host"], 25), range(table["ranks"])
-        for num_bytes, us in table["rows"]:
-            if num_bytes >= MIB:
-                predicted = network.seconds(kind, num_bytes, group) * 1e6
-                yield {
-                    **common, "collective": kind, "size_bytes": num_bytes, "published_us": us,
-                    "predicted_us": predicted, "ratio": predicted / us,
-                    "note": network.assumed(kind, num_bytes, group), "check": "ok",
-                }  # fmt: skip
+        for num_bytes, us in (row for row in table["rows"] if row[0] >= MIB):
+            predicted = network.seconds(kind, num_bytes, group) * 1e6
+            yield common | {
+                "collective": kind, "size_bytes": num_bytes, "published_us": us, "predicted_us": predicted,
+                "ratio": predicted / us, "note": network.assumed(kind, num_bytes, group), "check": "ok",
+            }  # fmt: skip
 
 
-def predict_steps() -> Iterator[dict[str, Any]]:
+def predict_steps(say: Say) -> Iterator[dict[str, Any]]:
     """Each published step with the estimate, or why there is none."""
     for row in read("steps"):
         common = {
@@ -140,28 +137,25 @@ def predict_steps() -> Iterator[dict[str, Any]]:
         try:
             run = run_of(row)
         except NotRun as reason:
-            yield {**common, "check": f"{NOT_RUN}{reason}"}
+            yield common | {"check": f"{NOT_RUN}{reason}"}
             continue
         found = estimate(run)
-        yield {
-            **common, "strategy": run.strategy, "predicted_ms": found.step_s * 1e3, "exposed_ms": found.exposed_s * 1e3,
-            "ratio": found.step_s * 1e3 / row["step_ms"], **_alike(row), "check": "ok",
+        yield common | _alike(row) | {
+            "strategy": run.strategy, "predicted_ms": found.step_s * 1e3, "exposed_ms": found.exposed_s * 1e3,
+            "ratio": found.step_s * 1e3 / row["step_ms"], "check": "ok",
         }  # fmt: skip
 
 
 def simulate_steps(say: Say) -> Iterator[dict[str, Any]]:
     """Published steps whose model is ours, with the commonest batch, as XLA compiles them for the same GPUs."""
     ours = [row for row in read("steps") if row["grade"] == "A" and row["model"]["name"] == "CS336-2025 xl"]
-    batch_size = statistics.mode(row["batch"]["global_batch"] for row in ours)
-    done = set()
+    batch_size, done = statistics.mode(row["batch"]["global_batch"] for row in ours), set()
     for row in ours:
         run = run_of(row)
-        names = ("vocab", "seq_len", "d_model", "layers", "heads", "ffn_hidden")
-        bucket_mb = run.bucket_mb if run.strategy == "bucketed" else None
-        sizes, target = tuple(row["model"][name] for name in names), f"{run.chip.name}:{run.num_ranks}"
+        sizes = tuple(row["model"][name] for name in ("vocab", "seq_len", "d_model", "layers", "heads", "ffn_hidden"))
+        bucket_mb, target = run.bucket_mb if run.strategy == "bucketed" else None, f"{run.chip.name}:{run.num_ranks}"
         setup = sizes, batch_size, run.strategy, bucket_mb, target
-        is_other = row["batch"]["global_batch"] != batch_size or run.strategy not in STRATEGIES
-        if is_other or setup in done:
+        if row["batch"]["global_batch"] != batch_size or run.strategy not in STRATEGIES or setup in done:
             continue
         done.add(setup)
         say(f"{row['id']}: compiling for {target}")
@@ -201,12 +195,6 @@ def _alike(row: Row) -> dict[str, str]:
     return {"conditions": json.dumps(conditions), "kind": json.dumps(kind)}
 
 
-def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
-    """The rows of a table."""
-    predictions = {COLLECTIVES: predict_collectives, STEPS: predict_steps}
-    yield from simulate_steps(say) if case.name == COMPILED else predictions[case.name]()
-
-
 def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """The scores, as the module has them."""
 
@@ -236,11 +224,7 @@ def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         yield score("steps compiled and simulated", [abs(row["ratio"] - 1) for row in compiled], ".0%")
     for family in ("bsnider", "damek"):
         right = [is_right for name, is_right in orders(steps) if name.startswith(family)]
-        share = sum(right) / len(right) if right else math.nan
-        yield {
-            "table": SCORES, "score": f"order of strategies, {family}", "count": len(right), "value": f"{share:.0%}",
-            "check": "ok",
-        }  # fmt: skip
+        yield score(f"order of strategies, {family}", right, ".0%") | {"value": f"{statistics.fmean(right):.0%}"}
 
 
 def scaling(steps: Sequence[Row]) -> Iterator[tuple[str, float]]:
@@ -275,17 +259,22 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
             axis.plot([row[key] for row in some], [row["ratio"] for row in some], "o", markersize=3, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="published ms" if table == STEPS else "bytes", title=table)
-        limits = axis.get_ylim()
         axis.set_yticks(_TICKS, [f"{tick:.0%}" for tick in _TICKS])
         axis.set_yticks([], minor=True)
-        axis.set_ylim(limits)
         axis.legend(fontsize=6)
     yield figure
 
 
 def cases(options: Options) -> list[Case]:
     """Collectives, then steps."""
-    return [Case(name, None) for name in (COLLECTIVES, STEPS, *(() if options.quick else (COMPILED,)))]
+    found = {COLLECTIVES: predict_collectives, STEPS: predict_steps, COMPILED: simulate_steps}
+    return [Case(name, predict) for name, predict in found.items() if name != COMPILED or not options.quick]
+
+
+def measure(case: Case, say: Say) -> Iterable[dict[str, Any]]:
+    """The rows of a table."""
+    rows: Iterable[dict[str, Any]] = case.setup(say)
+    return rows
 
 
 _HEAD = (Column("GPUs", "num_ranks"), Column("strategy"), Column("published", "published_ms", "ms"))

@@ -1,16 +1,8 @@
-"""How a benchmark's ranks run, and the one way to start them.
+"""How a benchmark's ranks run, and the one way to start them; docs/benchmarks.md has the table of the kinds.
 
-| kind        | ranks of jaxddp                                          | ranks of torchref           |
-|-------------|----------------------------------------------------------|-----------------------------|
-| `simulated` | one process, a rank for each of its simulated CPU devices | processes of their own, Gloo |
-| `processes` | a process each, XLA over Gloo                            | the same processes, Gloo    |
-| `gpus`      | a process and a GPU each, XLA over NCCL                  | the same processes, NCCL    |
-| `lab`       | as `processes`, each on a host of its own (``lab.py``)   | the same processes, Gloo    |
-| `job`       | as `gpus` or `processes`: those that srun, torchrun or mpirun has started | the same     |
-
-Where a process has both frameworks, they take turns in the same rounds. On CPUs a rank computes on one core, in either
-framework: XLA's CPU client starts a thread per core that its process may use, so two ranks would otherwise look no
-faster than one. One more thread (``NPROC``) computes while the first waits for other ranks; torch's Gloo has its own.
+On CPUs a rank computes on one core, in either framework: XLA's CPU client starts a thread per core that its process may
+use, so two ranks would otherwise look no faster than one. One more thread (``NPROC``) computes while the first waits;
+torch's Gloo has its own.
 """
 
 from __future__ import annotations
@@ -24,13 +16,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from jaxddp.environment import free_memory_bytes, gpus
+from jaxddp.environment import cuda_libraries, free_memory_bytes, gpus
 from jaxddp.processes.job import Job, find_job
 from jaxddp.training import allocator
 from torchref.agreement import gather_texts
@@ -42,7 +35,7 @@ KINDS = ("simulated", "processes", "gpus", "lab", "job")
 FRAMEWORKS = ("jaxddp", "torchref")
 PROCESS_BYTES = 2**29  # a rank's process on CPUs, with both frameworks loaded
 _COUNT_GPUS = "import jax; print(sum(device.platform == 'gpu' for device in jax.local_devices()))"
-_COUNT_TIMEOUT_S = 120.0  # a driver that hangs has no GPUs
+_COUNT_TIMEOUT_S = 120.0  # a driver may hang
 # Without a report of any rank: a call of a slow network may take many minutes, a program or a round of GPUs does not.
 _TIMEOUT_S, _GPU_TIMEOUT_S = 3600.0, 600.0
 # torch needs room on the GPU beside JAX; XLA's collectives have streams of the highest priority, as torch's get here. A
@@ -56,18 +49,12 @@ _job: Job | None = None  # the one that this process has joined
 
 @dataclass(frozen=True)
 class Ranks:
-    """So many ranks of a kind; plain data, sent to their processes.
-
-    Attributes:
-        kind: ``simulated``, ``processes``, ``gpus`` or ``lab``; in a job ``processes`` or ``gpus``.
-        hosts: Of a lab: rank r runs on the r-th.
-        is_job: Whether the processes were started by srun, torchrun or mpirun.
-    """
+    """So many ranks of a kind; plain data, sent to their processes."""
 
     num: int
-    kind: str
-    hosts: tuple[Host, ...] = ()
-    is_job: bool = False
+    kind: str  # of ``KINDS``; in a job ``processes`` or ``gpus``
+    hosts: tuple[Host, ...] = ()  # of a lab: rank r runs on the r-th
+    is_job: bool = False  # whether the processes were started by srun, torchrun or mpirun
 
     def backend(self, framework: str) -> str:
         """What carries the collectives."""
@@ -75,24 +62,10 @@ class Ranks:
             return "NCCL" if self.kind == "gpus" else "Gloo"
         return {"simulated": "XLA in-process", "gpus": "XLA over NCCL"}.get(self.kind, "XLA over Gloo")
 
-    def in_words(self, framework: str) -> str:
-        """As a row has it."""
-        if self.kind == "simulated" and framework == "jaxddp":
-            return f"{self.num} simulated CPU devices in one process"
-        what = "a GPU" if self.kind == "gpus" else "one core"
-        return f"{self.num} processes of {what}" + (", each on a host of its own" if self.kind == "lab" else "")
-
-    def groups(self, frameworks: Sequence[str]) -> list[tuple[str, ...]]:
-        """The frameworks that share processes, and so the rounds."""
-        if self.kind == "simulated":  # torch compiles nothing, so its rows come first
-            return [(one,) for one in reversed(frameworks)]
-        return [tuple(frameworks)] if frameworks else []
-
     def run(self, fn: Callable[..., Any], *args: Any, in_jax: bool, say: Callable[[str], None]) -> Any:
         """Runs ``fn(self, *args)`` on every rank, inside a process group; gives what the first one returns.
 
-        ``in_jax`` tells whether JAX is used: its simulated ranks are one process. Raises RankError if a rank raises,
-        dies or is silent for too long.
+        Simulated ranks are one process, if it is ``in_jax``. A RankError if one raises, dies or is silent for too long.
         """
         if self.is_job:
             return fn(self, *args)
@@ -101,21 +74,17 @@ class Ranks:
         environment = environment | (_TWO_THREADS if self.kind in ("processes", "lab") else {})
         with mock.patch.dict(os.environ):
             _set_variables(environment)
-            results = launch(
+            return launch(
                 fn, self, *args, num_ranks=1 if self.kind == "simulated" and in_jax else self.num,
                 backend="nccl" if on_gpus else "gloo",
                 prepare=partial(_prepare, self, in_jax), timeout_s=_GPU_TIMEOUT_S if on_gpus else _TIMEOUT_S,
                 on_message=lambda rank, said: say(said) if rank == 0 and isinstance(said, str) else None,
-            )  # fmt: skip
-        return results[0]
-
-    def mesh(self) -> Any:
-        """Gives the mesh of these ranks; call it inside ``run``."""
-        return _mesh(self)
+            )[0]  # fmt: skip
 
 
 @functools.cache  # a process of a job joins JAX's once
-def _mesh(ranks: Ranks) -> Any:
+def mesh_of(ranks: Ranks) -> Any:
+    """Gives the mesh of ranks, on each of them."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -128,10 +97,10 @@ def _mesh(ranks: Ranks) -> Any:
     address = gather(_free_address(host) if dist.get_rank() == 0 else "")[0]
     if ranks.kind == "gpus":  # in torchrun's variables, from which JAX takes the GPU of its local rank
         local, num_local = (_job.local_process_id, _job.num_local_processes) if _job else (dist.get_rank(), ranks.num)
-        place = dict(zip(("MASTER_ADDR", "MASTER_PORT"), address.rsplit(":", 1), strict=True))
-        place |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks.num)}
+        names = "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        place = *address.rsplit(":", 1), dist.get_rank(), ranks.num, local, num_local
+        os.environ.update(zip(names, map(str, place), strict=True))
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        os.environ.update(place | {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(num_local)})
         jaxddp.start_process()
     else:
         jax.config.update("jax_platforms", "cpu")
@@ -140,6 +109,21 @@ def _mesh(ranks: Ranks) -> Any:
     mesh = jaxddp.data_mesh()
     multihost_utils.sync_global_devices("connected")
     return mesh
+
+
+def about(ranks: Ranks, framework: str) -> dict[str, Any]:
+    """The fields of rows about the ranks of a framework; call it on a rank that has computed."""
+    on_gpus = ranks.kind == "gpus"
+    if framework == "jaxddp":
+        device = mesh_of(ranks).devices.flat[0].device_kind
+        versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    else:
+        device = torch.cuda.get_device_name() if on_gpus else "cpu"
+        versions = {"torch": torch.__version__}
+    return {
+        "framework": framework, "backend": ranks.backend(framework), "device": device, "num_ranks": ranks.num,
+        "versions": versions | (cuda_libraries() if on_gpus else {}),
+    }  # fmt: skip
 
 
 def say_on_rank(text: str | None = None) -> None:
@@ -165,11 +149,7 @@ def agree(said: str) -> str:
 
 
 def join_job() -> tuple[bool, dict[str, Any]]:
-    """Joins this process to the ranks that srun, torchrun or mpirun has started.
-
-    Returns:
-        Whether it is the first; and the fields of rows about the job.
-    """
+    """Joins this process to those of its job; tells whether it is the first, and the fields of rows about the job."""
     global _job
     _job = find_job()
     if _job is None:
@@ -182,20 +162,16 @@ def join_job() -> tuple[bool, dict[str, Any]]:
 
 
 def _set_variables(defaults: Mapping[str, str]) -> None:
-    """Sets variables of ranks; what the user has set stays, but for those that would overrule the arithmetic."""
+    """Sets variables of ranks; what the user has set stays."""
     for name in _OVERRIDES:
         os.environ.pop(name, None)
     os.environ.update(defaults | os.environ)
 
 
 def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: str = "processes") -> Ranks:
-    """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts, or no room for the processes.
+    """Decides how ranks run; raises ValueError if there are not so many GPUs or hosts.
 
-    Args:
-        num: How many were asked for; None for all GPUs or ``default`` on CPUs, for a host each of a lab.
-        kind: One of ``KINDS``; None for GPUs where both frameworks find some, else ``on_cpus``.
-        default: On CPUs.
-        on_cpus: The kind.
+    ``num`` None takes all GPUs, ``default`` on CPUs, a host each of a lab; ``kind`` None GPUs, or else ``on_cpus``.
     """
     if kind == "job":
         assert _job is not None, "the process has joined its job"
@@ -210,42 +186,24 @@ def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: st
     found = num_gpus() if kind in (None, "gpus") else 0
     if kind == "gpus" and not found:
         raise ValueError(f"on (=gpus) needs GPUs that both frameworks find: torch finds {torch.cuda.device_count()}")
-    if found:
-        if num is not None and num > found:
-            raise ValueError(f"ranks (={num}) must be at most the number of GPUs (={found})")
-        return Ranks(num or found, "gpus")
-    num, free = num or default, free_memory_bytes()
-    if num * PROCESS_BYTES > free:
-        most = free // PROCESS_BYTES
-        raise ValueError(f"ranks (={num}) must be at most {most}: each takes 0.5 GiB, {free / 2**30:.1f} GiB are free")
-    return Ranks(num, kind or on_cpus)
+    if found and num is not None and num > found:
+        raise ValueError(f"ranks (={num}) must be at most the number of GPUs (={found})")
+    return Ranks(num or found, "gpus") if found else Ranks(num or default, kind or on_cpus)
 
 
 def free_bytes(kind: str) -> int:
-    """Free memory: of the machine and its container, or of the fullest GPU."""
-    if kind != "gpus":
-        return free_memory_bytes()
-    if not (found := gpus()):  # CUDA itself would start a context in this process
-        raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
-    return min(gpu.free_bytes for gpu in found)
-
-
-def num_gpus() -> int:
-    """How many GPUs both frameworks find."""
-    of_torch = torch.cuda.device_count()  # starts none
-    return min(of_torch, _count_jax_gpus()) if of_torch else 0
+    """Free memory: of the machine and its container, or of the fullest GPU, as the driver says."""
+    return min(gpu.free_bytes for gpu in gpus()) if kind == "gpus" else free_memory_bytes()
 
 
 @functools.cache
-def _count_jax_gpus() -> int:
-    """GPUs that JAX finds, in a process of its own: this one must start no device, nor take a GPU's memory."""
-    command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired:
+def num_gpus() -> int:
+    """How many GPUs both frameworks find; JAX in a process of its own, since this one must start no device."""
+    if not (of_torch := torch.cuda.device_count()):
         return 0
-    last = said.stdout.split()[-1:]
-    return int(last[0]) if said.returncode == 0 and last else 0
+    command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
+    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_COUNT_TIMEOUT_S)
+    return min(of_torch, int(said.stdout.split()[-1])) if said.returncode == 0 else 0
 
 
 def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:
@@ -263,6 +221,5 @@ def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:
 
 
 def _free_address(host: str) -> str:
-    with socket.socket() as listener:
-        listener.bind((host, 0))
+    with socket.create_server((host, 0)) as listener:
         return f"{host}:{listener.getsockname()[1]}"

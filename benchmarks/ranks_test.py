@@ -9,12 +9,12 @@ import torch.distributed as dist
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import ranks
-from benchmarks.ranks import Ranks, choose_ranks, gather
+from benchmarks.ranks import Ranks, choose_ranks, gather, mesh_of
 
 
 def total(of, start):
     """Sums start + 0, start + 1, ... over the ranks, in JAX; and what the process was started with."""
-    mesh = of.mesh()
+    mesh = mesh_of(of)
     values = np.arange(mesh.size, dtype=np.float32) + start
     by_rank = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.make_array_from_callback(values.shape, by_rank, lambda index: values[index])
@@ -38,30 +38,17 @@ def test_jax_runs_on_ranks_of_a_kind(kind, num_processes, monkeypatch):
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1" and "MALLOC_ARENA_MAX" not in os.environ
 
 
-def with_gpus(monkeypatch, of_torch, of_jax=None):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: of_torch)
-    monkeypatch.setattr(ranks, "_count_jax_gpus", lambda: of_torch if of_jax is None else of_jax)
-
-
 def test_all_gpus_are_taken_that_both_frameworks_find(monkeypatch):
-    with_gpus(monkeypatch, 8, of_jax=4)
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 4)
     assert choose_ranks(None, None, default=2) == Ranks(4, "gpus")
     assert choose_ranks(3, "gpus", default=2) == Ranks(3, "gpus")
     assert choose_ranks(None, "simulated", default=2) == Ranks(2, "simulated")
     with pytest.raises(ValueError, match=r"^ranks \(=5\) must be at most the number of GPUs \(=4\)$"):
         choose_ranks(5, None, default=2)
-    with_gpus(monkeypatch, 2, of_jax=0)
+    monkeypatch.setattr(ranks, "num_gpus", lambda: 0)
     assert choose_ranks(None, None, default=2) == Ranks(2, "processes")
-    with pytest.raises(ValueError, match="torch finds 2"):
+    with pytest.raises(ValueError, match="torch finds 0"):
         choose_ranks(None, "gpus", default=2)
-
-
-def test_more_ranks_than_there_is_room_for_are_refused(monkeypatch):
-    with_gpus(monkeypatch, 0)
-    monkeypatch.setattr(ranks, "free_memory_bytes", lambda: 2 * 2**30 + 1)
-    assert choose_ranks(4, "processes", default=2).num == 4
-    with pytest.raises(ValueError, match=r"^ranks \(=5\) must be at most 4: each takes 0.5 GiB, 2.0 GiB are free$"):
-        choose_ranks(5, None, default=2)
 
 
 @pytest.mark.parametrize(
@@ -69,15 +56,11 @@ def test_more_ranks_than_there_is_room_for_are_refused(monkeypatch):
     [
         ("print('a warning'); print(3)", 3),
         ("raise SystemExit('no driver')", 0),
-        ("import time; time.sleep(60)", 0),
         # JAX would take three quarters of each GPU, only to be counted.
         ("import os; print(int(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] == 'false'))", 1),
     ],
 )
 def test_jax_counts_its_gpus_in_a_process_of_its_own(program, found, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(ranks, "_COUNT_GPUS", program)
-    monkeypatch.setattr(ranks, "_COUNT_TIMEOUT_S", 0.5 if "sleep" in program else 30.0)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    ranks._count_jax_gpus.cache_clear()
-    assert ranks._count_jax_gpus() == found
-    ranks._count_jax_gpus.cache_clear()
+    assert ranks.num_gpus.__wrapped__() == found

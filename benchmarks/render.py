@@ -5,17 +5,20 @@ A row that failed or is wrong is marked: its numbers end in ``!``, the page show
 
 from __future__ import annotations
 
-import html
 import io
+import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+
+from jaxddp.table import count_kinds
 
 if TYPE_CHECKING:
     from .benchmark import Benchmark
@@ -26,7 +29,7 @@ MIB = 2**20
 NONE = "-"
 # What every run says about where it was made; values that differ between rows are joined.
 _ENVIRONMENT = (
-    "command", "commit", "measured_at", "system", "machine", "cores", "gpus", "driver", "python", "versions", "ranks",
+    "command", "commit", "measured_at", "system", "machine", "cores", "gpus", "driver", "python", "versions",
     "link_mbit", "launcher", "variables",
 )  # fmt: skip
 _STYLE = """
@@ -94,25 +97,13 @@ def size(num_bytes: float) -> str:
 
 
 def counts(collectives: Sequence[Sequence[Any]]) -> str:
-    """The number of collectives of each kind: AR is all-reduce, RS reduce-scatter, AG all-gather.
-
-    Example:
-        >>> counts([("all-reduce", 1), ("all-gather", 1), ("all-reduce", 2)]), counts([])
-        ('1 AG, 2 AR', 'none')
-    """
-    kinds = Counter("".join(word[:1].upper() for word in kind.split("-")) for kind, *_ in collectives)
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+    """The number of collectives of each kind."""
+    return count_kinds(sorted((kind, num_bytes) for kind, num_bytes in collectives))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        of: The key of a row's value, or a function of the row.
-        unit: Shown below the heading.
-        form: Formats a value that is not text.
-    """
+    """A column of a table: ``of`` is the key of a row's value or a function of the row, ``form`` formats numbers."""
 
     name: str
     of: str | Callable[[Row], Any] = ""
@@ -148,10 +139,8 @@ def tables_of(benchmark: Benchmark, rows: Sequence[Row]) -> Iterable[tuple[str, 
     """The tables that have rows, each with the columns in which a row has a value."""
     first = next(iter(benchmark.columns))
     for title, columns in benchmark.columns.items():
-        shown = [row for row in rows if (row.get("table") or first) == title]
-        filled = [one for one in columns if any(one.value(row) not in (None, "") for row in shown)]
-        if shown:
-            yield title, filled, shown
+        if shown := [row for row in rows if (row.get("table") or first) == title]:
+            yield title, [one for one in columns if any(one.value(row) not in (None, "") for row in shown)], shown
 
 
 def as_text(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
@@ -176,12 +165,12 @@ def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
     sound = [row for row in rows if is_sound(row)]
     figures = [_svg(figure) for figure in benchmark.plot(sound)] if sound else []
     parts = "".join([*figures, *(_as_html(*table) for table in tables)])
-    listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    facts = "".join(f"<dt>{name}</dt><dd>{html.escape(said)}</dd>" for name, said in _environment(rows))
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    facts = "".join(f"<dt>{name}</dt><dd>{escape(said)}</dd>" for name, said in _environment(rows))
     (folder / PAGE).write_text(
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>{parts}"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{parts}"
         f"<h2>Notes</h2><ul>{listed}</ul><h2>Where it was measured</h2><dl>{facts}</dl></html>\n",
         "utf-8",
     )
@@ -190,15 +179,9 @@ def write(folder: Path, benchmark: Benchmark, rows: Sequence[Row]) -> str:
 
 def _environment(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
     for name in _ENVIRONMENT:
-        said = list(dict.fromkeys(_in_words(row[name]) for row in rows if row.get(name)))
+        said = [one if isinstance(one := row[name], str) else json.dumps(one) for row in rows if row.get(name)]
         if said:
-            yield name.replace("_", " "), "; ".join(said) if name != "measured_at" else f"{said[0]} and after"
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield name.replace("_", " "), "; ".join(dict.fromkeys(said[:1] if name == "measured_at" else said))
 
 
 def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
@@ -206,22 +189,18 @@ def _is_numeric(column: Column, rows: Sequence[Row]) -> bool:
 
 
 def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    kinds = ['class="number"' if _is_numeric(column, rows) else "" for column in columns]
-
-    def line(tag: str, cells: Iterable[str]) -> str:
-        return "".join(f"<{tag} {kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-
-    heads = (f"{html.escape(one.name)}<br><small>{html.escape(one.unit)}</small>" for one in columns)
-    body = ["<tr>" + line("th", heads)]
+    shown = [('class="number"' if _is_numeric(column, rows) else "", column) for column in columns]
+    heads = (f"<th {kind}>{escape(one.name)}<br><small>{escape(one.unit)}</small></th>" for kind, one in shown)
+    lines = ["<tr>", *heads]
     for row in rows:
-        start = '<tr class="bad">' if is_bad(row) else "<tr>"
-        body.append(start + line("td", (html.escape(one.cell(row)) for one in columns)))
-    return f'<div class="table"><table><caption>{html.escape(title)}</caption>{"</tr>".join(body)}</tr></table></div>'
+        lines.append('</tr><tr class="bad">' if is_bad(row) else "</tr><tr>")
+        lines += [f"<td {kind}>{escape(one.cell(row))}</td>" for kind, one in shown]
+    return f'<div class="table"><table><caption>{escape(title)}</caption>{"".join(lines)}</tr></table></div>'
 
 
 def _svg(figure: Figure) -> str:
     """A figure as inline SVG, which scales and needs no other file."""
-    title = html.escape(figure.get_suptitle(), quote=True)
+    title = escape(figure.get_suptitle(), quote=True)
     file = io.StringIO()
     with rc_context({"svg.hashsalt": title}):  # the same names of clips in every run, others in every figure
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -239,10 +218,9 @@ def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: f
     return figure, axes
 
 
-def whiskers(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> list[list[float]]:
+def whiskers(values: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> np.ndarray:
     """Distances to both ends of intervals, as matplotlib wants them; 0 where an interval leaves out its value."""
-    below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
-    return [below, [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]]
+    return np.maximum([np.subtract(values, lows), np.subtract(highs, values)], 0)
 
 
 def by(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:

@@ -8,16 +8,16 @@ Numbers of ranks run one after the other in processes of their own, so medians a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
-from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, whiskers
+from .render import CHECK, STEP, Column, Row, by, counts, interval, percent
+from .strategies import measure_steps
 from .timing import compare
-from .training.rank import measure
-from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, in_words, make_setup, strategies_of
+from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, make_setup, strategies_of
 
 NUM_RANKS, QUICK_RANKS, BATCH = 4, 2, 8
 EFFICIENCY = "Efficiency by number of ranks"
@@ -28,14 +28,13 @@ def cases(options: Options) -> list[Case]:
     default = QUICK_RANKS if options.quick else NUM_RANKS
     most = choose_ranks(options.ranks, options.on, default=default)
     batch_size = options.batch_size or -(-BATCH // most.num) * most.num
-    counts = [2**power for power in range(most.num.bit_length()) if 2**power < most.num] + [most.num]
-    counts = [most.num] if most.is_job else counts
-    modes: dict[tuple[int, int], list[str]] = {}
+    fewer = [2**power for power in range(most.num.bit_length()) if 2**power < most.num and not most.is_job]
+    counts = [*fewer, most.num]
+    modes = {(count, batch_size): ["strong"] for count in counts}
     for count in counts:
-        modes.setdefault((count, batch_size), []).append("strong")
         modes.setdefault((count, batch_size // most.num * count), []).append("weak")
     found, names = [], options.strategies or ["bucketed"]
-    for (count, size), its_modes in modes.items():
+    for (count, size), its_modes in sorted(modes.items()):
         ranks = replace(most, num=count, hosts=most.hosts[:count])
         given = type(options)(**vars(options) | {"batch_size": size})
         setup = make_setup(
@@ -51,9 +50,8 @@ def cases(options: Options) -> list[Case]:
 
 def measure_case(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a case, one for each mode that it serves."""
-    setup, frameworks, modes = case.setup
-    say(f"{case.name}: {in_words(setup)}, {' and '.join(modes)} scaling")
-    for row in measure(setup, frameworks, say):
+    *setup, modes = case.setup
+    for row in measure_steps(case._replace(setup=setup), say):
         yield from (row | {"mode": mode} for mode in modes)
 
 
@@ -64,9 +62,9 @@ def efficiency(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         first = min(some, key=lambda row: row["num_ranks"])
         for row in sorted(some, key=lambda row: row["num_ranks"]):
             share = first["num_ranks"] / row["num_ranks"] if mode == "strong" else 1.0
-            kept = ("device", "num_ranks", "global_batch", "median_ms", "p10_ms", "p90_ms")
             found = {"table": EFFICIENCY, "mode": mode, "framework": framework, "label": label}
-            found |= {key: row.get(key) for key in kept} | {"efficiency": first["median_ms"] / row["median_ms"] * share}
+            found |= {key: row.get(key) for key in ("device", "num_ranks", "global_batch")}
+            found["efficiency"] = first["median_ms"] / row["median_ms"] * share
             if row is not first:
                 ratio = compare(first["rounds_ms"], row["rounds_ms"], paired=False)
                 found |= {"low": ratio.low * share, "high": ratio.high * share}
@@ -75,38 +73,21 @@ def efficiency(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             yield found | {"check": note if crowded else "ok"}
 
 
-def plot(rows: Sequence[Row]) -> Iterable[Any]:
-    """Efficiency over ranks, a panel for each mode."""
-    placed = by([row for row in rows if row.get("efficiency")], "mode")
-    if not placed:
-        return
-    figure, axes = new_figure("Scaling efficiency", 1, len(placed), height=3.6)
-    for axis, ((mode,), some) in zip(axes[0], placed.items(), strict=True):
-        for (framework, label), curve in by(some, "framework", "label").items():
-            shares = [row["efficiency"] for row in curve]
-            ends = whiskers(shares, *([row.get(key) or row["efficiency"] for row in curve] for key in ("low", "high")))
-            counts_of = [row["num_ranks"] for row in curve]
-            axis.errorbar(counts_of, shares, yerr=ends, capsize=3, marker="o", label=f"{framework} {label}")
-        axis.set(title=f"{mode} scaling", xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, None))
-        axis.set_xscale("log", base=2)
-        axis.legend(fontsize="small")
-    yield figure
-
-
-_HEAD = (Column("scaling", "mode"), Column("framework"), Column("strategy", "label"))
-_RANKS = (Column("ranks", "num_ranks"), Column("batch", "global_batch"))
+_HEAD = (
+    Column("scaling", "mode"), Column("framework"), Column("strategy", "label"), Column("ranks", "num_ranks"),
+    Column("batch", "global_batch"),
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "scaling", "strong and weak scaling on the ranks that are here", (*OPTIONS, "strategies"), cases, measure_case,
     {
-        "Steps by number of ranks": (
-            *_HEAD, *_RANKS, Column("compiled", form=counts), *STEP, Column("exposed", "exposed_ms", "ms"), CHECK,
-        ),
+        "Steps by number of ranks": (*_HEAD, Column("compiled", form=counts), *STEP, CHECK),
         EFFICIENCY: (
-            *_HEAD, *_RANKS, *STEP, Column("efficiency", form=percent),
-            interval("95 % interval", "low", "high", form=percent), CHECK,
+            *_HEAD, Column("efficiency", form=percent), interval("95 % interval", "low", "high", form=percent), CHECK
         ),
     },
-    plot, efficiency,
-    ("efficiency: of the speed per rank that the fewest ranks have; numbers of ranks ran one after the other, so the"
-     " interval is that of two medians",),
+    check=efficiency,
+    notes=(
+        "efficiency: of the speed per rank that the fewest ranks have; numbers of ranks ran one after the other, so the"
+        " interval is that of two medians",
+    ),
 )  # fmt: skip

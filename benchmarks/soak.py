@@ -2,8 +2,7 @@
 
 The command is watched from outside: what it prints, its processes, and its checkpoints. Then as many steps are trained
 undisturbed: the weights must be the same, and the time that they take is the goodput, as a share of the time that it
-took. As a scheduler or an operator would, the soak starts a job again that has ended, clears a full disk, and ends
-ranks that nobody else has ended after a bound.
+took. As a scheduler or an operator would, the soak starts a job again that has ended, and clears a full disk.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from jaxddp.cli.launch import child_command
 
@@ -32,12 +32,10 @@ KILL, STOP, FULL_DISK, PREEMPT, LAUNCHER = KINDS = (
     "rank killed (SIGKILL)", "rank stopped (SIGSTOP)", "disk full", "preempted (SIGTERM)", "launcher killed (SIGKILL)",
 )  # fmt: skip
 CHECKPOINT_EVERY, ENDLESS, STUCK_S, _POLL_S = 10, 10**9, 10, 0.05
-END_BOUND_S, BACK_BOUND_S = 60.0, 300.0  # until ranks are ended by hand; until the soak gives up
-# Growth in the quiet time that is called flat; below 1 a share, as pages that were freed are kept and reused.
-_FLAT = {"memory_mib": 0.05, "handles": 2.0, "threads": 2.0}
+BACK_BOUND_S, LEFT_BOUND_S = 300.0, 60.0  # until the soak gives up; until what still runs was left behind
 _WARM_UP_S, _SHORTEST_S = 30.0, 120.0  # of the quiet time
 _MARK = "JAXDDP_SOAK"  # in the environment of all that a soak starts
-FAULTS, WHOLE, USAGE = "Each fault", "The whole", "What processes use"
+EACH, WHOLE, USAGE = "Each fault", "The whole", "What processes use"  # each is in metrics.jsonl alone
 Fault = tuple[str, int, float]  # kind, rank that is killed or stopped, seconds since the recovery from the one before
 
 
@@ -60,14 +58,13 @@ def draw_faults(seed: int, num_ranks: int, kinds: Sequence[str] = KINDS) -> Iter
 
 def cases(options: Options) -> list[Case]:
     """A case for each package that is asked for."""
-    minutes = options.minutes or (3.0 if options.quick else 60.0)
     num_ranks, seed = options.ranks or 2, options.seed or 0
     if num_ranks < 2:
         raise ValueError(f"ranks (={num_ranks}) must be at least 2: one rank waits for no other")
     if seed < 0:
         raise ValueError(f"seed (={seed}) must not be negative")
     packages = {"jax": ["jaxddp"], "torch": ["torchref"], "both": ["jaxddp", "torchref"]}[options.framework or "jax"]
-    return [Case(package, SoakSetup(package, minutes, num_ranks, seed)) for package in packages]
+    return [Case(package, SoakSetup(package, options.minutes or 60.0, num_ranks, seed)) for package in packages]
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
@@ -91,9 +88,7 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
                 say(f"{setup.package}: {kind} at step {row['step']}: back after {row['back_s']:.1f} s, {row['check']}")
             usage = list(usage_over(job.pids(), 5.0 if setup.faults else max(0.0, end_s - time.monotonic())))
             job.launcher.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.launcher.wait(END_BOUND_S)
-            wrong, seconds = job.left_behind(), time.monotonic() - since_s
+            check, seconds = job.left_behind() or "ok", time.monotonic() - since_s
         step, found = newest_weights(setup.package, folder / "disk" / "ck")
         with Job(setup, folder / "again", case.folder / f"{setup.package}-undisturbed.log", step) as job:
             first, since_first_s = job.await_step(1), time.monotonic()
@@ -101,16 +96,12 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
             per_step_s = (time.monotonic() - since_first_s) / max(1, step - first)
         expected = newest_weights(setup.package, folder / "again")[1]
     difference = max(float(np.abs(found[name] - array).max()) for name, array in expected.items())
-    wrong += ["other weights than those of an undisturbed run"] if difference else []
     yield common | {
         "table": WHOLE, "minutes": seconds / 60, "num_faults": num_faults, "step": step,
-        "goodput": step * per_step_s / seconds, "max_weight_difference": difference, "check": _check(wrong),
+        "goodput": step * per_step_s / seconds, "max_weight_difference": difference,
+        "check": f"{WRONG}other weights than those of an undisturbed run" if difference else check,
     }  # fmt: skip
     yield from (common | {"table": USAGE} | row for row in usage)
-
-
-def _check(wrong: Sequence[str]) -> str:
-    return f"{WRONG}{'; '.join(wrong)}" if wrong else "ok"
 
 
 @contextlib.contextmanager
@@ -118,8 +109,7 @@ def temporary_disk() -> Iterator[tuple[Path, bool]]:
     """A temporary folder, and whether ``disk`` in it is a disk of 256 MiB, which takes the right to mount."""
     with tempfile.TemporaryDirectory(prefix="jaxddp-soak-", ignore_cleanup_errors=True) as name:
         (disk := Path(name, "disk")).mkdir()
-        with contextlib.suppress(FileNotFoundError):
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "jaxddp-soak", disk], capture_output=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "jaxddp-soak", disk], capture_output=True)
         try:
             yield Path(name), disk.is_mount()
         finally:
@@ -133,8 +123,6 @@ def newest_weights(package: str, folder: Path) -> tuple[int, dict[str, np.ndarra
     if package == "jaxddp":
         arrays = dict(np.load(folder / str(step) / "state.npz"))
     else:
-        import torch
-
         tensors = torch.load(folder / str(step) / "state.pt", weights_only=True)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     return step, {name: array for name, array in arrays.items() if name.startswith("params.")}
@@ -145,7 +133,7 @@ def newest_step(folder: Path) -> int:
     return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
 
-class Job:
+class Job(contextlib.AbstractContextManager["Job"]):
     """A run of ``train``, seen from outside; what it starts has a mark, and ends with it."""
 
     launcher: subprocess.Popen[bytes]
@@ -160,10 +148,7 @@ class Job:
         }  # fmt: skip
         flags = [f"--{name}={value}" for name, value in options.items()]
         self._command = child_command(["-m", setup.package, "train", "--resume", *flags])
-
-    def __enter__(self) -> Job:
         self.launch()
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Ends the job, and whatever it started."""
@@ -185,45 +170,43 @@ class Job:
         ranks = {f"rank {rank}": pid for pid, (parent, rank) in self._marked().items() if rank and parent == launcher}
         return {"launcher": launcher} | ranks
 
-    def await_step(self, step: int, seconds: float = BACK_BOUND_S) -> int:
-        """Waits for a checkpoint of this step or a later one, and gives its step."""
-        deadline = time.monotonic() + seconds
-        while (newest := newest_step(self._checkpoints)) < step:
+    def wait(self, is_done: Callable[[], bool], since_s: float, bound_s: float = BACK_BOUND_S) -> float:
+        """Waits until something holds; the seconds since a time, or OSError after too many."""
+        while not is_done():
             time.sleep(_POLL_S)
-            if time.monotonic() > deadline:
-                raise OSError(f"no checkpoint of step {step} or later came: see {self._log}")
-        return newest
+            if time.monotonic() - since_s > bound_s:
+                raise OSError(f"the job did not go on within {bound_s:g} s: see {self._log}")
+        return time.monotonic() - since_s
+
+    def await_step(self, step: int, bound_s: float = BACK_BOUND_S) -> int:
+        """Waits for a checkpoint of this step or a later one, and gives its step."""
+        self.wait(lambda: newest_step(self._checkpoints) >= step, time.monotonic(), bound_s)
+        return newest_step(self._checkpoints)
 
     def endure(self, kind: str, rank: int) -> dict[str, Any]:
         """Injects a fault, and waits for the first checkpoint of those that train after it; gives the row."""
-        roles, num_printed = self.pids(), self._log.stat().st_size
+        roles, num_printed, left = self.pids(), self._log.stat().st_size, ""
         since_s, step = time.monotonic(), newest_step(self._checkpoints)
-        old = {pid for role, pid in roles.items() if role != "launcher"}
+        ranks = [pid for role, pid in roles.items() if role != "launcher"]
         others = set(roles.values()) - {self._inject(kind, roles, rank)}
-        noticed_s: float | None = None
-        ended_s: float | None = None
-        wrong: list[str] = []
-        saved = step
-        while ended_s is None or newest_step(self._checkpoints) <= saved:
-            time.sleep(_POLL_S)
-            now_s = time.monotonic() - since_s
-            if noticed_s is None and not wrong:
-                if self._log.stat().st_size > num_printed or not all(map(is_alive, others)):
-                    noticed_s = now_s
-            if ended_s is None and not any(map(is_alive, old)):
-                ended_s, saved = now_s, newest_step(self._checkpoints)
-                self._filler.unlink(missing_ok=True)
-            elif ended_s is None and now_s > END_BOUND_S and not wrong:
-                wrong = [f"ranks were ended by hand after {END_BOUND_S:g} s"]
-                _kill(old)
-            if ended_s is not None and self.launcher.poll() is not None:
-                wrong += self.left_behind()
+
+        def is_noticed() -> bool:
+            return self._log.stat().st_size > num_printed or not all(map(is_alive, others))
+
+        def is_back() -> bool:
+            nonlocal left
+            if self.launcher.poll() is not None:
+                left = self.left_behind() or left
                 self.launch()
-            if now_s > BACK_BOUND_S:
-                raise OSError(f"{kind} at step {step}: not back after {BACK_BOUND_S:g} s, see {self._log}")
+            return newest_step(self._checkpoints) > saved
+
+        noticed_s = self.wait(is_noticed, since_s)
+        ended_s = self.wait(lambda: not any(map(is_alive, ranks)), since_s)
+        saved = newest_step(self._checkpoints)
+        self._filler.unlink(missing_ok=True)
         return {
-            "table": FAULTS, "fault": kind, "rank": rank if kind in (KILL, STOP) else None, "step": step,
-            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": time.monotonic() - since_s, "check": _check(wrong),
+            "table": EACH, "fault": kind, "rank": rank if kind in (KILL, STOP) else None, "step": step,
+            "noticed_s": noticed_s, "ended_s": ended_s, "back_s": self.wait(is_back, since_s), "check": left or "ok",
         }  # fmt: skip
 
     def _inject(self, kind: str, roles: dict[str, int], rank: int) -> int | None:
@@ -237,13 +220,12 @@ class Job:
         os.kill(pid := roles[f"rank {rank}" if kind in (KILL, STOP) else "launcher"], signals[kind])
         return None if kind == PREEMPT else pid
 
-    def left_behind(self) -> list[str]:
-        """What the launcher has left behind 20 s after its end, which is ended here."""
-        deadline = time.monotonic() + 20
-        while (left := self._marked()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        _kill(left)
-        return [f"{len(left)} processes were left behind"] if left else []
+    def left_behind(self) -> str:
+        """Ends what outlives the launcher, and says so; empty if there is nothing."""
+        with contextlib.suppress(OSError):
+            self.wait(lambda: not self._marked(), time.monotonic(), LEFT_BOUND_S)
+        _kill(left := self._marked())
+        return f"{WRONG}{len(left)} processes were left behind" if left else ""
 
     def _marked(self) -> dict[int, tuple[int, str]]:
         """The living processes that this job started, whoever their parents are: each one's parent and rank."""
@@ -281,11 +263,11 @@ def usage_over(pids: dict[str, int], seconds: float) -> Iterator[dict[str, Any]]
     time.sleep(seconds - warm_up_s)
     for role, pid in pids.items():
         now = _usage(pid)
-        growth = {name: now[name] - before[role][name] for name in now}
-        grown = [name for name, limit in _FLAT.items() if growth[name] > limit * (now[name] if limit < 1 else 1)]
+        growth = {f"{name}_growth": one - before[role][name] for name, one in now.items()}
+        flat = {"memory_mib": 0.05 * now["memory_mib"], "handles": 2, "threads": 2}  # freed pages are kept and reused
+        grown = [name for name, limit in flat.items() if growth[f"{name}_growth"] > limit]
         check = f"{WRONG}{', '.join(grown)} grow" if grown else "flat"
-        check = check if seconds >= _SHORTEST_S else "too short to judge"
-        yield {"role": role, **now, **{f"{name}_growth": one for name, one in growth.items()}, "check": check}
+        yield {"role": role, **now, **growth, "check": check if seconds >= _SHORTEST_S else "too short to judge"}
 
 
 def _usage(pid: int) -> dict[str, float]:
@@ -302,36 +284,29 @@ def sum_up(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         bad = [row["check"] for row in some if row["check"] != "ok"]
         found: dict[str, Any] = {"fault": kind, "framework": package, "tried": len(some)}
         for name in ("noticed_s", "ended_s", "back_s"):
-            times = [row[name] for row in some if row[name] is not None]
-            found[name] = (median(times), max(times)) if times else None
+            times = [row[name] for row in some]
+            found[name] = f"{median(times):.1f} - {max(times):.1f}"
         yield found | {"check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok"}
 
 
-def _seconds(value: Any) -> str:
-    return " - ".join(f"{one:.1f}" for one in value) if isinstance(value, list | tuple) else f"{value:,.1f}"
-
-
-_SIDE = Column("package", "framework")
-_TIMES = (
-    Column("time to detect", "noticed_s", "s", _seconds),
-    Column("all ended", "ended_s", "s", _seconds),
-    Column("time to recover", "back_s", "s", _seconds),
-)
+_SIDE, _TENTHS = Column("package", "framework"), "{:,.1f}".format
 BENCHMARK = Benchmark(
     "soak", "training while ranks are killed and stopped: what faults cost, and what stays behind",
-    ("quick", "ranks", "minutes", "seed", "framework"), cases, measure,
+    ("ranks", "minutes", "seed", "framework"), cases, measure,
     {
-        "Faults by kind, median - longest": (Column("fault"), _SIDE, Column("tried"), *_TIMES, CHECK),
+        "Faults by kind, median - longest": (
+            Column("fault"), _SIDE, Column("tried"), Column("time to detect", "noticed_s", "s"),
+            Column("all ended", "ended_s", "s"), Column("time to recover", "back_s", "s"), CHECK,
+        ),
         WHOLE: (
-            _SIDE, Column("minutes", form=_seconds), Column("faults", "num_faults"), Column("steps", "step"),
+            _SIDE, Column("minutes", form=_TENTHS), Column("faults", "num_faults"), Column("steps", "step"),
             Column("goodput", form=percent), Column("max diff", "max_weight_difference", form=str), CHECK,
         ),
         USAGE: (
-            Column("process", "role"), _SIDE, Column("memory", "memory_mib", "MiB", _seconds),
-            Column("growth", "memory_mib_growth", "MiB", _seconds), Column("handles"),
+            Column("process", "role"), _SIDE, Column("memory", "memory_mib", "MiB", _TENTHS),
+            Column("growth", "memory_mib_growth", "MiB", _TENTHS), Column("handles"),
             Column("growth", "handles_growth"), Column("threads"), Column("growth", "threads_growth"), CHECK,
         ),
-        FAULTS: (Column("fault"), _SIDE, Column("rank"), Column("at step", "step"), *_TIMES, CHECK),
     },
     check=sum_up,
     notes=(

@@ -16,19 +16,14 @@ from jaxddp import STRATEGIES
 from .benchmark import Benchmark, Case, Options, Say
 from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, new_figure, percent, signed, whiskers
-from .training.rank import BETWEEN, compare_frameworks, measure
+from .training.rank import train
 from .training.setup import BYTE_MODEL, NAMES, OPTIONS, QUICK_MODEL, TrainingSetup, in_words, make_setup, strategies_of
 
 MAIN_BATCH, BATCH, STEPS, QUICK_STEPS = 4, 8, 10, 4
 
 
-def _share(row: Row) -> float | None:
-    return None if row.get("exposed_ms") is None else row["exposed_ms"] / row["median_ms"]
-
-
-STRATEGY = Column("strategy", lambda row: row.get("label") or row.get("case"))
 COLUMNS = (
-    STRATEGY,
+    Column("strategy", lambda row: row.get("label") or row.get("case")),
     Column("framework"),
     Column("backend"),
     Column("planned", form=counts),
@@ -38,15 +33,11 @@ COLUMNS = (
     *STEP,
     Column("exposed", "exposed_ms", "ms", signed),
     interval("p10 to p90", "exposed_p10_ms", "exposed_p90_ms", "ms", signed),
-    Column("exposed", _share, "of the step", percent),
+    Column(
+        "exposed", lambda row: row.get("exposed_ms") and row["exposed_ms"] / row["median_ms"], "of the step", percent
+    ),
     CHECK,
 )
-BETWEEN_COLUMNS = (
-    Column("framework"),
-    Column("loss apart", "reference_difference", "relative", "{:.1e}".format),
-    CHECK,
-)
-TABLES = {"One training step by strategy": COLUMNS, BETWEEN: BETWEEN_COLUMNS}
 NOTES = (
     "step: median of the slowest rank over interleaved rounds, with p10 and p90; exposed: step time less that of the"
     " same step without communication, in the same rounds (of jit: less naive without communication)",
@@ -69,11 +60,12 @@ def cases_of(setup: TrainingSetup) -> list[Case]:
 
 
 def measure_steps(case: Case, say: Say) -> Iterable[dict[str, Any]]:
-    """Rows of a case."""
+    """Rows of a case: trains under the strategies of some frameworks, in processes that they share."""
     setup, frameworks = case.setup
     say(f"{case.name}: {in_words(setup)}")
     notes = [ONE_RANK] if setup.ranks.num == 1 else []
-    return (row | {"notes": notes} for row in measure(setup, frameworks, say))
+    rows = setup.ranks.run(train, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say)
+    return (row | {"notes": notes} for row in rows)
 
 
 def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:
@@ -84,14 +76,13 @@ def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:
     most = max(map(len, steps.values()))
     figure, axes = new_figure("One training step by strategy", 1, len(steps), height=1 + 0.35 * most)
     for axis, ((framework,), some) in zip(axes[0], steps.items(), strict=True):
-        names = [row["label"] for row in some][::-1]
-        times = [row["median_ms"] for row in some][::-1]
-        hidden = [min(row["median_ms"], row["median_ms"] - (row.get("exposed_ms") or 0)) for row in some][::-1]
-        ends = whiskers(times, [row["p10_ms"] for row in some][::-1], [row["p90_ms"] for row in some][::-1])
+        names, times = [row["label"] for row in some], [row["median_ms"] for row in some]
+        hidden = [row["median_ms"] - max(0.0, row.get("exposed_ms") or 0.0) for row in some]
+        ends = whiskers(times, [row["p10_ms"] for row in some], [row["p90_ms"] for row in some])
+        axis.barh(names, times, color="#ee7733", label="exposed communication")
         axis.barh(names, hidden, color="#4477aa", label="without communication")
-        left = [max(0.0, time - rest) for time, rest in zip(times, hidden, strict=True)]
-        axis.barh(names, left, left=hidden, color="#ee7733", label="exposed communication")
         axis.errorbar(times, names, xerr=ends, fmt="none", ecolor="black", capsize=3, label="p10 to p90")
+        axis.invert_yaxis()
         axis.set(title=f"{framework}, {some[0]['backend']}, {some[0]['num_ranks']} ranks", xlabel="ms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     yield figure
@@ -115,8 +106,8 @@ def strategies_cases(options: Options) -> list[Case]:
 
 
 _benchmark = partial(
-    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps, columns=TABLES, plot=plot_steps,
-    check=compare_frameworks, notes=NOTES,
+    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps,
+    columns={"One training step by strategy": COLUMNS}, plot=plot_steps, notes=NOTES,
 )  # fmt: skip
 MAIN = _benchmark("main", "every strategy in both frameworks", cases=main_cases)
 STRATEGIES_BENCHMARK = _benchmark(

@@ -1,15 +1,8 @@
 """Interleaved rounds, and ratios of times with 95 % intervals.
 
-On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so what is compared takes turns, and a single
-ratio proves nothing. The ratio of two things that were timed in the same rounds is the median of the rounds' ratios:
-what slows both for some rounds cancels. Otherwise it is that of the two medians. Intervals come from resampled rounds.
-
-| ratio            | its 95 % interval                       | verdict        |
-|------------------|-----------------------------------------|----------------|
-| any              | all of it beyond the limit              | ``MISSED``     |
-| any              | wider than a fifth of the limit         | ``not judged`` |
-| beyond the limit | reaches it                              | ``not judged`` |
-| within the limit | anything else                           | ``ok``         |
+On a noisy machine a program's ratio to itself varies from 0.95 to 1.10, so what is compared takes turns. The ratio of
+two things that were timed in the same rounds is the median of the rounds' ratios: what slows both for some rounds
+cancels. Otherwise it is that of the two medians. Intervals come from resampled rounds.
 """
 
 from __future__ import annotations
@@ -63,7 +56,7 @@ def compare(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> 
 class Attempts:
     """Calls of which some fail: what raises on any rank is left out on all; ``failed`` has why, by label.
 
-    ``agree`` takes what went wrong here, empty if nothing did, and gives what went wrong on any rank.
+    ``agree`` turns what went wrong here, or "", into what went wrong on any rank.
     """
 
     def __init__(self, agree: Callable[[str], str]) -> None:
@@ -95,17 +88,11 @@ def interleave(
 ) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
     """Times steps by turns: each runs once a round, and every round starts with another of them.
 
-    Args:
-        steps: By label; each takes the number of the round, and returns when its work is done.
-        num_rounds: Warm-up included.
-        num_warmup: First rounds, whose times are dropped.
-        attempt: A step that fails in its first round takes part in no other; a later failure is raised.
-        before: Called with its label before each step, untimed: ranks meet there, and start together.
-        after: Called with its label and its result after each step, untimed; gives what is kept of the result.
-        on_round: Called with the number of rounds that are done.
+    A step takes the number of the round; one that fails in the first takes part in no other, and a later failure is
+    raised. ``before`` and ``after`` are not timed: ranks meet in the first, the second gives what is kept of a result.
 
     Returns:
-        By label, what was kept of every round, and the seconds of the timed rounds.
+        By label, what was kept of all ``num_rounds``, and the seconds of those after the first ``num_warmup``.
     """
     results: dict[str, list[Any]] = {label: [] for label in steps}
     seconds: dict[str, list[float]] = {label: [] for label in steps}

@@ -6,105 +6,101 @@ Exposed communication is the median, over rounds, of a step's time minus that of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from jaxddp.environment import cuda_libraries
 from jaxddp.training.clock import summarize
 
-from ..benchmark import FAILED, WRONG, Say
-from ..ranks import Ranks, agree, gather, say_on_rank, slowest
+from ..benchmark import FAILED, WRONG
+from ..ranks import Ranks, about, agree, gather, say_on_rank, slowest
 from ..timing import Attempts, interleave
-from .setup import PEERS, PROBES, SILENT, Metrics, TrainingSetup
+from .jax_side import JaxSide
+from .setup import PEERS, SILENT, Metrics, Run, TrainingSetup
+from .torch_side import TorchSide
 
 # A wrong divisor is wrong by a factor of the number of ranks at least; what weights apart by rounding do to losses and
 # norms over some 20 steps was seen to be under 0.1 %. Roundings of bfloat16 are 0.4 % each.
 METRIC_TOLERANCE = {"f32": 0.01, "tf32": 0.01, "bf16": 0.05}
-BETWEEN = "Single-process training in JAX and in PyTorch"
-
-
-def measure(setup: TrainingSetup, frameworks: tuple[str, ...], say: Say) -> Iterator[dict[str, Any]]:
-    """Trains under the strategies of some frameworks, in processes that they share; says and gives their rows."""
-    for row in setup.ranks.run(train, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say):
-        if row["strategy"] != PROBES:
-            say(in_words(row))
-        yield row
 
 
 def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
     """Trains under every strategy; runs on each rank, inside a process group, before JAX has started there."""
-    attempt, sides, references = Attempts(agree), dict[str, Any](), dict[str, Any]()
-    runs, probes = dict[str, Any](), dict[str, Any]()
-    for framework in setup.frameworks:
-        side = sides[framework] = _side(framework, ranks, setup)
-        runs |= side.make(attempt, setup.baselines(framework))
-        say_on_rank(f"{framework}: single-process training")
-        references[framework] = side.reference()
-        if setup.probe_bytes:
-            probes |= {f"{framework} {label}": one for label, one in side.probes().steps(setup.probe_bytes).items()}
+    attempt, runs, references, probes = Attempts(agree), dict[str, Run](), dict[str, Any](), dict[str, Any]()
     num_rounds = len(setup.batches)
+    for framework in setup.frameworks:
+        side: Any = (JaxSide if framework == "jaxddp" else TorchSide)(ranks, setup)
+        runs |= _runs(framework, side, setup, attempt)
+        say_on_rank(f"{framework}: single-process training")
+        alone = side.reference()
+        references[framework] = [alone.step(index) for index in range(num_rounds)], alone.weights()
+        del alone  # and its memory
+        probes[framework] = side.probes(setup.probe_bytes) if setup.probe_bytes else {}
 
     def on_round(done: int) -> None:
         is_told = done % max(1, num_rounds // 4) == 0
-        say_on_rank(f"{' and '.join(sides)}: {done} of {num_rounds} rounds" if is_told else None)
+        say_on_rank(f"{' and '.join(setup.frameworks)}: {done} of {num_rounds} rounds" if is_told else None)
 
     steps = {label: run.step for label, run in runs.items()}
+    parts = {f"{framework} {label}": part for framework, some in probes.items() for label, part in some.items()}
     metrics, seconds = interleave(
-        steps | probes, num_rounds, setup.num_warmup, attempt=attempt, before=lambda label: dist.barrier(),
+        steps | parts, num_rounds, setup.num_warmup, attempt=attempt, before=lambda label: dist.barrier(),
         on_round=on_round,
     )  # fmt: skip
     times = {label: slowest(of_rank) for label, of_rank in seconds.items()}
     rows = []
-    for framework, side in sides.items():
-        common = _common(ranks, setup, framework, side, references[framework][1])
+    for framework, reference in references.items():
+        params = sum(one.size for one in reference[1].values())
+        common = about(ranks, framework) | {
+            "model": setup.model, "dtype": setup.dtype, "params_bytes": params * (2 if setup.dtype == "bf16" else 4),
+            "global_batch": setup.global_batch, "microbatch": setup.global_batch // ranks.num,
+            "num_rounds": num_rounds - setup.num_warmup, "frameworks_in_rounds": list(setup.frameworks),
+            "probes_ms": {label: _in_ms(times[f"{framework} {label}"]) for label in probes[framework]},
+        }  # fmt: skip
         for spec in setup.strategies[framework]:
             row = common | {"strategy": spec.name, "bucket_mb": spec.bucket_mb, "label": spec.label}
-            if (label := f"{framework} {spec.label}") in metrics:
-                row |= _trained(runs[label], metrics[label], references[framework], spec.name in PEERS[framework])
-                row |= summarize(times[label])._asdict() | {"rounds_ms": _in_ms(times[label])}
-                row["check"] = check(row, setup)
-                # jit without communication is naive without it, which computes the same.
-                silent = f"{framework} {'naive' if spec.name == 'jit' else spec.label}{SILENT}"
-                if silent in times:
-                    row |= exposed(times[label], times[silent])
-                elif silent in attempt.failed and row["check"] == "ok":
-                    row["check"] = f"{FAILED}{SILENT.strip()}: {attempt.failed[silent]}"
-            else:
-                row["check"] = f"{FAILED}{attempt.failed[label]}"
+            if (label := f"{framework} {spec.label}") not in metrics:
+                rows.append(row | {"check": f"{FAILED}{attempt.failed[label]}"})
+                continue
+            row |= _trained(runs[label], metrics[label], reference, spec.name in PEERS[framework])
+            row |= summarize(times[label])._asdict() | {"rounds_ms": _in_ms(times[label])}
+            row["check"] = check(row, setup)
+            # jit without communication is naive without it, which computes the same.
+            silent = f"{framework} {'naive' if spec.name == 'jit' else spec.label}{SILENT}"
+            if silent in times:
+                row |= exposed(times[label], times[silent])
+            elif silent in attempt.failed and row["check"] == "ok":
+                row["check"] = f"{FAILED}{SILENT.strip()}: {attempt.failed[silent]}"
             rows.append(row)
-        if setup.probe_bytes:
-            rows.append(common | _probes_row(framework, times, runs))
     return rows
 
 
-def _side(framework: str, ranks: Ranks, setup: TrainingSetup) -> Any:
-    if framework == "jaxddp":
-        from .jax_side import JaxSide
+def _runs(framework: str, side: Any, setup: TrainingSetup, attempt: Attempts) -> dict[str, Run]:
+    """Makes a run of each strategy, and of some one without communication, by label.
 
-        return JaxSide(ranks, setup)
-    from .torch_side import TorchSide
-
-    return TorchSide(ranks, setup)
-
-
-def _common(
-    ranks: Ranks, setup: TrainingSetup, framework: str, side: Any, weights: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    return {
-        "framework": framework, "backend": ranks.backend(framework), "device": side.device,
-        "ranks": ranks.in_words(framework), "num_ranks": ranks.num, "model": setup.model, "dtype": setup.dtype,
-        "params_bytes": sum(one.size for one in weights.values()) * (2 if setup.dtype == "bf16" else 4),
-        "global_batch": setup.global_batch, "microbatch": setup.global_batch // ranks.num,
-        "num_rounds": len(setup.batches) - setup.num_warmup, "frameworks_in_rounds": list(setup.frameworks),
-        "versions": side.versions | (cuda_libraries() if ranks.kind == "gpus" else {}),
-    }  # fmt: skip
+    States are made one after the other, since that runs programs; their steps may compile at the same time.
+    """
+    wanted = [(spec, "") for spec in setup.strategies[framework]]
+    wanted += [(spec, SILENT) for spec in setup.baselines(framework)]
+    say_on_rank(f"{framework}: preparing {len(wanted)} training runs")
+    runs, compiling = {}, {}
+    with ThreadPoolExecutor(side.num_compilers) as pool:
+        for spec, suffix in wanted:
+            label = f"{framework} {spec.label}{suffix}"
+            if (compile_step := attempt(label, partial(side.start, spec, sends=not suffix))) is not None:
+                compiling[label] = pool.submit(compile_step)
+        for label, compiled in compiling.items():
+            if (run := attempt(label, compiled.result)) is not None:
+                runs[label] = run
+            say_on_rank()
+    return runs
 
 
-def _trained(run: Any, found: Metrics, reference: tuple[Metrics, Any], is_peer: bool) -> dict[str, Any]:
+def _trained(run: Run, found: Metrics, reference: tuple[Metrics, Any], is_peer: bool) -> dict[str, Any]:
     """What a run communicates, and how far it ended from single-process training; a peer's losses are each rank's."""
     expected, trained = reference
     weights, of_ranks = run.weights(), np.array(gather(found))  # of_ranks: [rank, round, loss and norm]
@@ -114,21 +110,11 @@ def _trained(run: Any, found: Metrics, reference: tuple[Metrics, Any], is_peer: 
     worst = [max(of_round, key=partial(distance, wanted)) for of_round, wanted in pairs]
     apart = max(float(np.max(np.abs(weights[name].astype(np.float64) - one))) for name, one in trained.items())
     return {
-        "planned": run.planned, "compiled": run.found, "buckets": run.buckets,
+        "planned": run.planned, "compiled": run.found, "buckets": run.buckets, "ready_shares": run.ready_shares,
         "first_loss": worst[0][0], "loss": worst[-1][0], "reference_loss": expected[-1][0],
         "max_weight_difference": float(np.max(gather(apart))),  # NaN is worst
         "max_metric_difference": max(map(distance, expected, worst)),
     }  # fmt: skip
-
-
-def _probes_row(framework: str, times: Mapping[str, Sequence[float]], runs: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a step's parts, each timed alone."""
-    prefix = f"{framework} "
-    mine = [label for label in times if label.startswith(prefix) and label not in runs]
-    probed = {label.removeprefix(prefix): _in_ms(times[label]) for label in mine}
-    row = {"strategy": PROBES, "probes_ms": probed, "check": "ok", "table": "The step's parts"}
-    ours = [run for label, run in runs.items() if label.startswith(framework) and hasattr(run, "ready_shares")]
-    return row | ({"ready_shares": ours[0].ready_shares()} if ours else {})
 
 
 def distance(wanted: Sequence[float], found: Sequence[float]) -> float:
@@ -155,28 +141,6 @@ def check(row: Mapping[str, Any], setup: TrainingSetup) -> str:
     if setup.must_learn and row["loss"] >= row["first_loss"]:
         return f"{WRONG}the loss did not fall"
     return "ok"
-
-
-def compare_frameworks(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row that says how far single-process training of the two frameworks ends apart."""
-    trained = {row["framework"]: row for row in rows if row.get("reference_loss")}
-    if len(trained) == 2:
-        apart = abs(trained["jaxddp"]["reference_loss"] / trained["torchref"]["reference_loss"] - 1)
-        bound = METRIC_TOLERANCE[trained["jaxddp"]["dtype"]]
-        yield {
-            "table": BETWEEN, "framework": "jaxddp and torchref", "reference_difference": apart,
-            "check": "ok" if apart <= bound else f"{WRONG}their losses differ by more than {bound:.0%}",
-        }  # fmt: skip
-
-
-def in_words(row: Mapping[str, Any]) -> str:
-    """A measured step in a line."""
-    name = f"{row['framework']} {row['label']}"
-    if row.get("median_ms") is None:
-        return f"{name}: {row['check']}"
-    hidden = "" if row.get("exposed_ms") is None else f", {row['exposed_ms']:+.3g} exposed"
-    spread = f"p10 {row['p10_ms']:.3g}, p90 {row['p90_ms']:.3g}, {row['num_rounds']} rounds"
-    return f"{name}: {row['median_ms']:.3g} ms ({spread}){hidden}, {row['check']}"
 
 
 def _in_ms(seconds: Sequence[float]) -> list[float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxddp import STRATEGIES
 from jaxddp.models import SIZES
@@ -16,8 +17,8 @@ from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
 # What is timed beside training, to predict its steps: see ``buckets.py``.
-PROBES, FORWARD_BACKWARD, AT_ONCE = "probes", "forward and backward", "forward and backward beside all-reduces"
-NUM_PROBED = 4  # all-reduces in a row that a probe times at once
+FORWARD_BACKWARD, AT_ONCE = "forward and backward", "forward and backward beside all-reduces"
+NUM_PROBED = 4  # all-reduces in a row that the probe "all-reduce BYTES" times at once
 SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
 PEERS = {
@@ -25,7 +26,7 @@ PEERS = {
     "torchref": ("DistributedDataParallel", "torch.compile", "ZeroRedundancyOptimizer", "fully_shard"),
 }
 NAMES = (*STRATEGIES, *PEERS["jaxddp"], *PEERS["torchref"])
-OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "data", "dtype")
+OPTIONS = ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "batch_size", "model", "dtype")
 DTYPES = ("f32", "tf32", "bf16")
 BYTE_MODEL, QUICK_MODEL, GPU_MODEL = "byte", "byte_shallow", "seed_xl"
 GPU_SEQUENCES, GPU_STEPS, GPU_QUICK_STEPS = 16, 30, 12  # a batch that fills a GPU; rounds are short there
@@ -56,55 +57,42 @@ class StrategySpec(NamedTuple):
         """Those of its factory."""
         return {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
 
-    @property
-    def has_baseline(self) -> bool:
-        """Whether its step can run without communication; of peers DistributedDataParallel alone can."""
-        return self.name in STRATEGIES or self.name == "DistributedDataParallel"
 
+class Run(NamedTuple):
+    """A strategy's own copy of the training run, on each rank.
 
-class Probes(NamedTuple):
-    """The parts of a framework's step, each done when its function returns."""
+    Attributes:
+        step: Takes the step of a round: loss and gradient norm, once all of it is done.
+        weights: Gives the whole parameters, in float32 and by the names of torch; every rank must ask.
+        planned: ``(kind, bytes)`` of the collectives that were planned; None of a peer.
+        found: Those of the compiled program, or that torch's first step issued.
+        buckets: Torch's names and the bytes of the tensors of each bucket, in launch order.
+        ready_shares: Of JAX's, by torch's names: the share of a rank's matrix products done before a gradient is ready.
+    """
 
-    buffers_of: Callable[[int], Any]  # makes NUM_PROBED buffers of so many bytes on each rank
-    forward_backward: Callable[[int], None]
-    all_reduce: Callable[[Any, int], None]
-    both: Callable[[Any, int], None]
-
-    def steps(self, sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
-        """By label what is timed by turns: each takes the number of the round."""
-        found = {all_reduce_label(one): partial(self.all_reduce, self.buffers_of(one)) for one in sizes}
-        both = partial(self.both, self.buffers_of(sizes[-2]))
-        return {FORWARD_BACKWARD: self.forward_backward, AT_ONCE: both, **found}
+    step: Callable[[int], tuple[float, float]]
+    weights: Callable[[], dict[str, np.ndarray]]
+    planned: list[tuple[str, int]] | None = None
+    found: list[tuple[str, int]] | None = None
+    buckets: Sequence[Sequence[tuple[str, int]]] = ()
+    ready_shares: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """One training run, repeated under several strategies side by side; plain data, sent to the rank processes.
+    """One training run, repeated under several strategies side by side; plain data, sent to the rank processes."""
 
-    Attributes:
-        model: A name that both packages' ``models.build`` know.
-        strategies: By framework.
-        batches: Global batches, one for each round; warm-up rounds come first and are not timed.
-        tolerance: How far weights may be from single-process training; None to go by losses and gradient norms alone.
-        must_learn: Whether the loss has to fall; random tokens teach nothing.
-        dtype: ``f32``, ``tf32`` (products of float32 in TF32) or ``bf16`` (all in bfloat16), set in both frameworks.
-        learning_rate: Of AdamW, with weight decay 0.01.
-        with_baselines: Whether each strategy also runs with its communication removed.
-        probe_bytes: Sizes of all-reduces that are timed as well; if there are any, so are forward and backward alone,
-            and beside all-reduces of the last size but one.
-    """
-
-    model: str
-    strategies: dict[str, tuple[StrategySpec, ...]]
+    model: str  # a name that both packages' ``models.build`` know
+    strategies: dict[str, tuple[StrategySpec, ...]]  # by framework
     ranks: Ranks
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch, ...]  # global ones, one for each round; warm-up rounds come first and are not timed
     num_warmup: int = 2
-    tolerance: float | None = None
-    must_learn: bool = False
-    dtype: str = "f32"
-    learning_rate: float = 1e-3
-    with_baselines: bool = True
-    probe_bytes: tuple[int, ...] = ()
+    tolerance: float | None = None  # of weights, to single-process training; None: losses and norms alone are judged
+    must_learn: bool = False  # whether the loss has to fall; random tokens teach nothing
+    dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
+    learning_rate: float = 1e-3  # of AdamW, with weight decay 0.01
+    with_baselines: bool = True  # whether each strategy also runs with its communication removed
+    probe_bytes: tuple[int, ...] = ()  # of all-reduces that are timed alone, as forward and backward are; and both
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -121,45 +109,33 @@ class TrainingSetup:
         return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
 
     def baselines(self, framework: str) -> list[StrategySpec]:
-        """The strategies of a framework that also run without communication."""
-        return [one for one in self.strategies[framework] if self.with_baselines and one.has_baseline]
+        """The strategies of a framework that also run without communication; of peers one alone can."""
+        able = (*STRATEGIES, "DistributedDataParallel") if self.with_baselines else ()
+        return [one for one in self.strategies[framework] if one.name in able]
 
     def num_runs(self, framework: str) -> int:
         """Training runs that a framework keeps side by side: single-process training is one of them."""
         return 1 + len(self.strategies[framework]) + len(self.baselines(framework))
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The frameworks that share processes and rounds: both, if they fit into memory together.
-
-        Raises:
-            ValueError: If one does not fit by itself.
-        """
-        free, groups = free_bytes(self.ranks.kind), self.ranks.groups(self.frameworks)
-        together = [group for group in groups if needed_bytes(self, group) <= free]
-        split = [(one,) for group in groups if group not in together for one in group]
-        for (one,) in split:
-            needed = needed_bytes(self, (one,))
+        """The frameworks that share processes and rounds: both, if they fit together; a ValueError if one does not."""
+        free = free_bytes(self.ranks.kind)
+        if self.ranks.kind != "simulated" and needed_bytes(self, self.frameworks) <= free:
+            return [self.frameworks]
+        for one in self.frameworks:
             most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
-            if needed > most:
+            if (needed := needed_bytes(self, (one,))) > most:
                 raise ValueError(
                     f"model (={self.model}) must fit into memory: {self.num_runs(one)} training runs of {one} side by"
                     f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
-        return [*together, *split]
-
-
-def all_reduce_label(num_bytes: int) -> str:
-    """The probe of ``NUM_PROBED`` all-reduces of so many bytes each."""
-    return f"all-reduce {num_bytes}"
+        return [(one,) for one in reversed(self.frameworks)]  # torch compiles nothing, so its rows come first
 
 
 def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
-    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs.
-
-    A run keeps parameters and AdamW's two moments; torch also keeps the gradients until the next step. Of JAX one run's
-    gradients exist at a time, inside the temporaries of its step.
-    """
+    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs."""
     params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
+    # Parameters and two moments; torch also keeps gradients until the next step, JAX's are in a step's temporaries.
     copies = sum(setup.num_runs(one) * (4 if one == "torchref" else 3) for one in frameworks)
     on_gpu = setup.ranks.kind == "gpus"
     held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
@@ -206,14 +182,7 @@ def strategies_of(names: Iterable[str], model: str) -> dict[str, tuple[StrategyS
 def make_setup(
     options: Options, *, model: str, batch_size: int, num_steps: int, num_warmup: int = 2, ranks: Ranks | None = None
 ) -> TrainingSetup:
-    """Makes a setup without strategies of what the options ask for, and of defaults where they do not.
-
-    On GPUs the defaults are seed_xl, 16 sequences a GPU and 30 rounds (12 in the short form).
-
-    Raises:
-        ValueError: If the model is unknown, the data does not serve, the batch cannot be split, or ranks of the kind
-            cannot compute so.
-    """
+    """Makes a setup without strategies of what the options ask for, and of defaults where they do not."""
     ranks = ranks or choose_ranks(options.ranks, options.on, default=2)
     if on_gpus := ranks.kind == "gpus":
         model, batch_size, num_warmup = GPU_MODEL, GPU_SEQUENCES * ranks.num, 2
@@ -226,9 +195,7 @@ def make_setup(
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
     vocab, context = SIZES[model].vocab, SIZES[model].context
     reads_text = vocab == 256
-    if options.data is not None and not reads_text:
-        raise ValueError(f"data (={options.data}) must come with a model of bytes, such as {BYTE_MODEL!r}")
-    source = Corpus(options.data, context=context) if reads_text else RandomTokens(vocab, context)
+    source = Corpus(context=context) if reads_text else RandomTokens(vocab, context)
     batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
     tolerance = TOLERANCE if reads_text and dtype == "f32" else None
     return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
