@@ -59,7 +59,7 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
             "model": setup.model, "dtype": setup.dtype, "params_bytes": params * (2 if setup.dtype == "bf16" else 4),
             "global_batch": setup.global_batch, "microbatch": setup.global_batch // ranks.num,
             "num_rounds": num_rounds - setup.num_warmup, "frameworks_in_rounds": list(setup.frameworks),
-            "probes_ms": {label: _in_ms(times[f"{framework} {label}"]) for label in probes[framework]},
+            "probes_ms": {label: _in_ms(times.get(f"{framework} {label}", ())) for label in probes[framework]},
         }  # fmt: skip
         for spec in setup.strategies[framework]:
             row = common | {"strategy": spec.name, "bucket_mb": spec.bucket_mb, "label": spec.label}
