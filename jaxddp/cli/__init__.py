@@ -2,7 +2,7 @@
 
 train.py, train_program.py                                    train: the command and its options, the program
 inspect.py, inspect_console.py, inspect_trace.py              inspect: the command, its output, a profile
-plan.py, plan_console.py                                      plan: the command, its output
+plan.py                                                       plan: whether a step fits, by formulas
 doctor.py                                                     doctor: what this machine has, what will not work
 quiet.py                                                      JAX without the messages of CUDA plugins
 interrupts.py                                                 signals of schedulers

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..arguments import check_integer
+from ..table import paragraph, table
 
 XXL, CUSTOM = "xxl", "custom"
 _DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
@@ -69,19 +71,41 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plans what the options ask for, and prints it.
+    """Plans what the options ask for, and prints one JSON object, or the same numbers as a table.
 
     Raises:
         ValueError: If the options do not fit together, or a number is out of range.
     """
     from ..planning.plan import plan  # late, so that the help needs no NumPy
-    from .plan_console import as_json, show
 
-    found = plan(_job(arguments))
-    if arguments.json:
-        print(json.dumps(as_json(found, arguments.model), allow_nan=False))
-    else:
-        show(found, arguments.model)
+    found = {"model": arguments.model, **plan(_job(arguments))}
+    print(json.dumps(found, allow_nan=False) if arguments.json else as_text(found))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A plan as a table."""
+    rows = {name: value for name, value in found.items() if name not in ("target", "notes")}
+    notes = [paragraph(f"Note: {note}.") for note in found["notes"]]
+    return "\n".join([f"{found['model']} on {found['target']}\n", table(("", ""), [*_rows(rows)], left=("",)), *notes])
+
+
+def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterator[tuple[str, str]]:
+    """Names and numbers, in the unit that the name says, or that of the group which they are part of."""
+    for name, value in found.items():
+        is_time = name.endswith("_s") and not name.endswith("per_s")
+        of, words = "ms" if is_time else "bytes" if "bytes" in name else unit, name.replace("_", " ")
+        label = f"{indent}{words.removesuffix(' s') if is_time else words}"
+        if isinstance(value, Mapping):
+            yield label, ""
+            yield from _rows(value, f"{indent}  ", of)
+        elif value is None or isinstance(value, (str, bool)):
+            yield label, value if isinstance(value, str) else {None: "none", True: "yes", False: "no"}[value]
+        elif of == "ms":
+            yield label, f"{value * 1e3:.4g} ms"
+        elif of == "bytes" and value >= 1e5:
+            yield label, f"{value / 1e9:.2f} GB" if value >= 1e7 else f"{value / 1e6:.3g} MB"
+        else:
+            yield label, f"{value:,.{0 if value == int(value) else 3}f}"
 
 
 def _job(arguments: argparse.Namespace) -> Any:

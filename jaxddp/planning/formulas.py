@@ -72,11 +72,6 @@ class PerParameter(NamedTuple):
     optimizer: int
     accumulator: int = 0
 
-    @property
-    def total(self) -> int:
-        """Bytes without sharding."""
-        return sum(self)
-
 
 FP32 = PerParameter(4, 4, 8)
 MIXED = PerParameter(2, 2, 12)
@@ -89,11 +84,6 @@ class StateBytes(NamedTuple):
     parameters: float
     gradients: float
     optimizer_state: float
-
-    @property
-    def total(self) -> float:
-        """Sum of all three."""
-        return sum(self)
 
 
 def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
@@ -120,34 +110,14 @@ def least_ranks(cut_bytes: float, whole_bytes: float, capacity_bytes: float) -> 
     return math.floor(cut_bytes / room) + 1 if room > 0 else math.inf
 
 
-class Traffic(NamedTuple):
-    """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter."""
-
-    gradients: int
-    parameters: int
-
-    @property
-    def total(self) -> int:
-        """Gradients and parameters."""
-        return sum(self)
-
-
-def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
-    """Counts what a strategy sends over A micro-batches."""
+def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> tuple[int, int]:
+    """Counts what a rank sends in a step, of gradients and of parameters, in (N-1)/N elements per parameter."""
     reductions = num_microbatches if reduce == "every" else 1
     if strategy in DATA_PARALLEL:
-        return Traffic(2 * reductions, 0)
+        return 2 * reductions, 0
     if strategy == "sharded_optimizer":
-        return Traffic(2 * reductions, 1)
-    return Traffic(reductions, 2 * num_microbatches if strategy == "zero3" else 1)
-
-
-def sent_bytes(
-    traffic: Traffic, num_params: float, num_ranks: int, gradient_bytes: float = 4, parameter_bytes: float = 4
-) -> float:
-    """Computes the bytes that each rank sends per optimizer step; the last two are per element on the wire."""
-    units = traffic.gradients * gradient_bytes + traffic.parameters * parameter_bytes
-    return units * num_params * (num_ranks - 1) / num_ranks
+        return 2 * reductions, 1
+    return reductions, 2 * num_microbatches if strategy == "zero3" else 1
 
 
 class Buckets(NamedTuple):
@@ -214,14 +184,9 @@ class Times(NamedTuple):
 
 
 def times(
-    workload: Workload,
-    rates: DeviceRates,
-    tokens: float,
-    fsdp: float,
-    tp: float,
-    dp: float = 1,
+    workload: Workload, rates: DeviceRates, tokens: float, fsdp: float, tp: float, dp: float = 1,
     assumptions: Assumptions = DEFAULT,
-) -> Times:
+) -> Times:  # fmt: skip
     """Computes the times of the table above, with ``tokens`` for B over all devices, X, Y and R."""
     size_bytes = assumptions.element_bytes * workload.num_params
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * tokens
@@ -255,10 +220,7 @@ class Split(NamedTuple):
 
 
 def best_split(
-    workload: Workload,
-    rates: Callable[[int, int], DeviceRates],
-    num_devices: int,
-    assumptions: Assumptions = DEFAULT,
+    workload: Workload, rates: Callable[[int, int], DeviceRates], num_devices: int, assumptions: Assumptions = DEFAULT
 ) -> Split:
     """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
     splits = [(num_devices // tp, tp) for tp in range(1, num_devices + 1) if num_devices % tp == 0]

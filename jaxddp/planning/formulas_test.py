@@ -11,9 +11,7 @@ from jaxddp.planning.formulas import (
     fit_sweep,
     gathered_bytes,
     min_tokens,
-    sent_bytes,
     times,
-    traffic,
 )
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
@@ -36,10 +34,6 @@ def test_the_largest_neighbours_are_gathered():
     units = [10, 1, 1, 6, 6, 1]
     assert [gathered_bytes(units, 2, count) for count in (1, 2, 6, 9)] == [20, 24, 50, 50]
     assert gathered_bytes(units, 2, 1, tp=4) == 5
-
-
-def test_what_a_ring_sends():
-    assert sent_bytes(traffic("zero3"), 12, 3, gradient_bytes=4, parameter_bytes=2) == 2 * 12 / 3 * (4 + 2 * 2)
 
 
 def test_the_best_number_of_buckets_by_brute_force():

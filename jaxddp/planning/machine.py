@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..arguments import check_positive
 from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, is_measured, measured
 from . import chips
-from .chips import Chip, Target
+from .chips import Target
 from .formulas import DeviceRates
 from .products import as_measured
 
@@ -34,12 +34,9 @@ def target(spec: str, *, peaks: bool = False) -> Target:
 
 
 def network_of(
-    target: Target,
-    gb_per_s: float | None = None,
-    host_gb_per_s: float | None = None,
-    latency_us: float | None = None,
-    file: str | None = None,
-) -> Network:
+    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None,
+    latency_us: float | None = None, file: str | None = None,
+) -> Network:  # fmt: skip
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     Args:
@@ -85,40 +82,38 @@ def network_in_words(target: Target, network: Network) -> str:
 
 
 class Axes(NamedTuple):
-    """How many axes of a torus each kind of group spans, M_X, M_Y and M_R.
-
-    ``is_exact`` is whether the groups are products of whole axes; otherwise the counts are assumed.
-    """
+    """How many axes of a torus each kind of group spans: M_X, M_Y and M_R."""
 
     fsdp: int
     tp: int
     dp: int
-    is_exact: bool = True
+    is_exact: bool = True  # whether the groups are products of whole axes; otherwise the counts are assumed
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Devices to plan for; raises a ValueError if a number is out of range."""
+class Cluster(NamedTuple):
+    """Devices to plan for."""
 
-    name: str  # a target spec
-    num_devices: int
-    flops_per_s: float  # peak of one device, for the planned dtype
-    memory_bytes: float  # of one device
+    target: Target  # its chip has the rates and the memory to plan with
     network: Network  # what a device sends; on a torus, over one of its axes
-    torus: tuple[int, ...] = ()  # sides; empty on GPUs
-    products: str = ""  # the dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand
-    chip: Chip | None = None  # with its rates; None if ``flops_per_s`` was set by hand
+    products: str  # the dtype in which products are computed
 
-    def __post_init__(self) -> None:
-        check_positive("flops_per_s", self.flops_per_s)
-        check_positive("memory_bytes", self.memory_bytes)
+    @property
+    def flops_per_s(self) -> float:
+        """Peak of a device."""
+        return self.target.chip.flops_per_s[self.products]
+
+    @property
+    def torus(self) -> tuple[int, ...]:
+        """The sides of the torus; empty on GPUs."""
+        is_torus = self.target.platform == "tpu"
+        return tuple(int(side) for side in self.target.topology.split("x") if int(side) > 1) if is_torus else ()
 
     def axes(self, fsdp: int, tp: int) -> Axes:
         """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
 
         If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
         """
-        groups = [fsdp, tp, math.prod(self.torus) // (fsdp * tp)]
+        groups = [fsdp, tp, self.target.num_devices // (fsdp * tp)]
         for kinds in itertools.product(range(3), repeat=len(self.torus)):
             sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
             if [math.prod(each) for each in sides] == groups:
@@ -138,44 +133,36 @@ class Cluster:
                 return link
             return (len(group) - 1) / len(group) / self.network.transfer_s("reduce-scatter", 1.0, group)
 
-        groups = range(0, fsdp * tp, tp), range(tp), range(0, self.num_devices, fsdp * tp)
+        groups = range(0, fsdp * tp, tp), range(tp), range(0, self.target.num_devices, fsdp * tp)
         return DeviceRates(self.flops_per_s, *map(rate, groups))
 
 
 def cluster_of(
-    target: Target,
-    dtype: str,
-    *,
-    flops_per_s: float | None = None,
-    memory_bytes: float | None = None,
-    gb_per_s: float | None = None,
-    host_gb_per_s: float | None = None,
-    latency_us: float | None = None,
-    file: str | None = None,
-) -> Cluster:
-    """Makes the cluster of a target: its published numbers, apart from what is given.
+    target: Target, dtype: str, *, flops_per_s: float | None = None, memory_bytes: float | None = None,
+    gb_per_s: float | None = None, **network: Any,
+) -> Cluster:  # fmt: skip
+    """Makes the cluster of a target: its published or measured numbers, apart from those given.
 
-    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis. Raises a
-    ValueError if a number is out of range, or the chip has no published peak for the dtype.
+    ``network`` is of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis.
+
+    Raises:
+        ValueError: If a number is out of range, or the chip has no published peak for the dtype.
     """
-    chip, is_torus = target.chip, target.platform == "tpu"
+    chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    by_hand = flops_per_s is not None
-    if flops_per_s is None:
-        if key not in chip.flops_per_s:
-            raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
-        flops_per_s = _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key])
-    if is_torus and host_gb_per_s is not None:
-        raise ValueError(f"host_gb_per_s (={host_gb_per_s}) must be left out for {target.spec!r}, which is one torus")
-    if gb_per_s is None and file is None:
+    if target.platform == "tpu" and (given := network.get("host_gb_per_s")) is not None:
+        raise ValueError(f"host_gb_per_s (={given}) must be left out for {target.spec!r}, which is one torus")
+    if gb_per_s is None and network.get("file") is None:
         gb_per_s = _BOOK_GB_PER_S.get(chip.name)
-    return Cluster(
-        name=target.spec,
-        num_devices=target.num_devices,
-        flops_per_s=flops_per_s,
-        memory_bytes=chip.memory_bytes if memory_bytes is None else memory_bytes,
-        network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
-        torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
-        products="" if by_hand else key,
-        chip=None if by_hand else chip,
-    )
+    found = network_of(target, gb_per_s, **network)
+    if memory_bytes is not None:
+        check_positive("memory_bytes", memory_bytes)
+        chip = replace(chip, memory_bytes=int(memory_bytes))
+    if flops_per_s is not None:
+        check_positive("flops_per_s", flops_per_s)
+        chip = replace(chip, flops_per_s={**chip.flops_per_s, key: flops_per_s}, is_measured=False)
+    elif key not in chip.flops_per_s:
+        raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
+    elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
+        chip = replace(chip, flops_per_s={key: book})
+    return Cluster(replace(target, chip=chip), found, key)
