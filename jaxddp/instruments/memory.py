@@ -58,8 +58,7 @@ def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
     Raises:
         ValueError: If the program takes fewer arguments than the state has leaves.
     """
-    module, stats = parse_module(compiled), compiled.memory_analysis()
-    entry = module.computations[module.entry].values()
+    entry, stats = parse_module(compiled).entry.values(), compiled.memory_analysis()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     given = [num_bytes for _, num_bytes in parameters]
     padding = stats.argument_size_in_bytes - sum(given)

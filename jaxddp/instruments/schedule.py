@@ -23,7 +23,7 @@ import numpy as np
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, HLOError, Instruction, Module, parse_module
-from .work import Work, WorkCounter, trip_count
+from .work import Work, WorkCounter
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
@@ -170,9 +170,8 @@ def read_schedule(compiled: Any) -> Schedule:
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        module = parse_module(compiled)
-        reader = _Reader(module)
-        operations = reader.read(module.computations[module.entry])
+        reader = _Reader(parse_module(compiled))
+        operations = reader.read(reader.module.entry)
     except HLOError:
         raise
     except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
@@ -192,65 +191,59 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.counter = WorkCounter(module)
+        self.counter = WorkCounter()
         counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]
         self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
 
     def read(self, computation: Computation) -> tuple[Operation, ...]:
         """The operations of a computation in schedule order."""
-        collectives = {name: self._collective(inner, computation) for name, inner in computation.items()}
+        collectives = {name: self._collective(inner) for name, inner in computation.items()}
         phases = self._phases(computation, collectives)
-        return tuple(
-            self._operation(inner, computation, phases[name], collectives[name]) for name, inner in computation.items()
-        )
+        return tuple(self._operation(inner, phases[name], collectives[name]) for name, inner in computation.items())
 
-    def _operation(
-        self, instruction: Instruction, computation: Computation, phase: str, collective: Collective | None
-    ) -> Operation:
+    def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        within = self.module.within(instruction, computation)
-        if opcode in ("while", "call") and any(_kind(one) or one.opcode in ("send", "recv") for one, _ in within):
-            trips = trip_count(self.module, instruction) if opcode == "while" else 1
-            if trips is None:
-                self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")
-            body = sum((self.read(called) for called in self.module.called(instruction)), ())
-            return make(body=body, trips=1 if trips is None else trips, is_loop=opcode == "while")
-        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
+        if opcode in ("while", "call") and any(
+            _kind(one) or one.opcode in ("send", "recv") for one in instruction.within()
+        ):
+            trips = self.counter.trips(instruction, "its collectives are")
+            body = sum(map(self.read, instruction.called), ())
+            return make(body=body, trips=trips, is_loop=opcode == "while")
+        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction)):
             return make(waits_for=start)
-        work = self.counter.of(instruction, computation)
-        return make(
-            work=work, starts=collective, waits_for=name if collective and not opcode.endswith("-start") else ""
-        )
+        is_waited_for = collective is not None and not opcode.endswith("-start")
+        return make(work=self.counter.of(instruction), starts=collective, waits_for=name if is_waited_for else "")
 
-    def _started_by(self, done: Instruction, computation: Computation) -> str:
+    def _started_by(self, done: Instruction) -> str:
         """Name of the collective's start that a done waits for; empty if it waits for something else."""
-        start = computation.get(done.operands[0]) if done.operands else None
-        while start is not None and start.opcode.endswith("-update"):
-            start = computation.get(start.operands[0])
-        return start.name if start is not None and self._collective(start, computation) else ""
+        start = done
+        while start.operands and start.opcode.endswith(("-done", "-update")):
+            start = start.inputs[0]
+        return start.name if self._collective(start) else ""
 
-    def _collective(self, instruction: Instruction, computation: Computation) -> Collective | None:
+    def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
         if instruction.opcode in ("send", "recv"):
             self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
             return None
-        within = self.module.within(instruction, computation)
-        found = [(inner, where) for inner, where in within if _kind(inner)]
+        found = [inner for inner in instruction.within() if _kind(inner)]
         if not found:
             return None
         if len(found) > 1 and not _kind(instruction):
             named = f"{instruction.opcode} {instruction.name}"
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
-        inner, where = found[0]
-        kind = _kind(inner)
-        origins = [inner, *_origins(instruction, computation)]
+        inner = found[0]
+        origins = [inner, *_origins(instruction)]
+        # On TPUs the emitter of a fusion that wraps the collective.
+        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
+        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
         return Collective(
-            kind, _full_bytes(kind, inner, where), self._group(inner),
-            is_async=instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true",
-            kernel=_kernel(inner, instruction),
+            _kind(inner), _full_bytes(inner), self._group(inner),
+            is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
+            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",
@@ -280,7 +273,7 @@ class _Reader:
         return tuple(range(self.num_devices))
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
-        scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
+        scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
         scopes |= {name: phase for name, c in collectives.items() if c and (phase := phase_of_name(c.op_name))}
         gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
@@ -296,20 +289,20 @@ class _Reader:
             phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
         return phases
 
-    def _phase_by_scope(self, instruction: Instruction, computation: Computation) -> str:
+    def _phase_by_scope(self, instruction: Instruction) -> str:
         """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
         flops = {"backward": 0.0, "optimizer": 0.0}
-        for inner, where in self.module.within(instruction, computation):
+        for inner in instruction.within():
             if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
                 continue
             if phase := phase_of_name(inner.op_name):
-                flops[phase] += self.counter.arithmetic(inner, where).flops
+                flops[phase] += self.counter.arithmetic(inner).flops
         if not any(flops.values()):
             return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
         return max(flops, key=lambda phase: flops[phase])
 
 
-def _origins(instruction: Instruction, computation: Computation) -> list[Instruction]:
+def _origins(instruction: Instruction) -> list[Instruction]:
     """The instruction, or those with names that it is made of: XLA names no collective that it merges others to.
 
     Those of the backward come first.
@@ -320,9 +313,8 @@ def _origins(instruction: Instruction, computation: Computation) -> list[Instruc
         if one.op_name:
             found.append(one)
             continue
-        operands = [computation[name] for name in one.operands if name in computation and name not in seen]
-        seen.update(operand.name for operand in operands)
-        unnamed += operands
+        unnamed += [one.computation[name] for name in one.operands if name in one.computation and name not in seen]
+        seen.update(one.operands)
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)
 
 
@@ -349,20 +341,15 @@ def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in found)
 
 
-def _kernel(collective: Instruction, holder: Instruction) -> str:
-    """``kernel_strategy`` on GPUs; on TPUs the ``emitter`` of a fusion that wraps the collective."""
-    strategy = collective.config("kernel_strategy") or holder.config("kernel_strategy")
-    return strategy.removeprefix("KERNEL_STRATEGY_") or (holder.config("emitter") if holder is not collective else "")
-
-
-def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:
+def _full_bytes(collective: Instruction) -> int:
+    kind = _kind(collective)
     if kind == "all-gather":
-        sizes = [array.num_bytes for array in instruction.arrays]
+        sizes = [array.num_bytes for array in collective.arrays]
         # The start of an asynchronous gather returns (inputs, outputs).
-        return sum(sizes[len(sizes) // 2 :] if instruction.opcode.endswith("-start") else sizes)
+        return sum(sizes[len(sizes) // 2 :] if collective.opcode.endswith("-start") else sizes)
     # The other operands of a ragged exchange are its output, offsets and sizes.
-    sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
-    return sum(computation[name].num_bytes for name in sent if name in computation)
+    sent = collective.operands[:1] if kind == "ragged-all-to-all" else collective.operands
+    return sum(collective.computation[name].num_bytes for name in sent if name in collective.computation)
 
 
 def _devices(sizes: list[int]) -> np.ndarray:
