@@ -26,7 +26,7 @@ import torch.distributed as dist
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, inspect, transformer_training
-from jaxddp.instruments.memory import allocated_bytes, step_memory
+from jaxddp.instruments.memory import step_memory
 from jaxddp.instruments.trace import PRODUCTS, read_trace
 from jaxddp.models import SIZES, build
 from jaxddp.planning.chips import CHIPS
@@ -166,10 +166,10 @@ def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
         say_on_rank()
     memory = step_memory(run.trainer.compile(run.state, run.batch), run.state)
     device = jax.local_devices()[0]
-    allocated = allocated_bytes(device)
+    allocated = device.memory_stats() or {}  # CPUs count none
     return summarize(slowest(seconds))._asdict() | {
         "device": device.device_kind, "loss": loss, "state_bytes": memory.parameters + memory.optimizer_state,
-        "temporary_bytes": memory.temporaries, "peak_bytes": allocated and allocated.peak_bytes,
+        "temporary_bytes": memory.temporaries, "peak_bytes": allocated.get("peak_bytes_in_use"),
         "versions": {"jax": jax.__version__},
     }  # fmt: skip
 

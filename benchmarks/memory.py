@@ -22,7 +22,7 @@ import numpy as np
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, transformer_training
-from jaxddp.instruments.memory import Allocated, allocated_bytes, held_bytes, step_memory
+from jaxddp.instruments.memory import held_bytes, step_memory
 from jaxddp.models import SIZES, build
 from jaxddp.planning.formulas import state_bytes
 
@@ -120,8 +120,8 @@ def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     mesh, made = ranks.mesh(), transformer_training(SIZES[setup.model], setup.batch_size)
     device, batch = jax.local_devices()[0], jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.batch)
 
-    def now() -> Allocated:
-        if (found := allocated_bytes(device)) is None:
+    def now() -> dict[str, int]:
+        if not (found := device.memory_stats()):
             raise ValueError(f"{device.platform} devices count no allocations")
         return found
 
@@ -131,9 +131,8 @@ def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.step(state, jaxddp.local_rows(batch)))
     after = now()
-    return _figures(
-        device.device_kind, before.in_use_bytes, after_init.in_use_bytes, after.peak_bytes, after.in_use_bytes
-    )
+    in_use = [one["bytes_in_use"] for one in (before, after_init, after)]
+    return _figures(device.device_kind, *in_use[:2], after["peak_bytes_in_use"], in_use[2])
 
 
 def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:

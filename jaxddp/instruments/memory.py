@@ -31,13 +31,6 @@ class DeviceBytes(NamedTuple):
         return self.parameters + self.optimizer_state + self.others
 
 
-class Allocated(NamedTuple):
-    """What a device's allocator has handed out."""
-
-    in_use_bytes: int
-    peak_bytes: int
-
-
 def held_bytes(layout: Layout) -> DeviceBytes:
     """Returns the bytes of parameters and optimizer state on a device; the other components are 0.
 
@@ -79,9 +72,3 @@ def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
                 " step of that state"
             )
     return DeviceBytes(**held, batch=sum(given), padding=padding, temporaries=stats.temp_size_in_bytes)
-
-
-def allocated_bytes(device: jax.Device) -> Allocated | None:
-    """Returns a device's bytes in use and their peak since the process started; None on CPUs, which do not count."""
-    stats = device.memory_stats()
-    return Allocated(stats["bytes_in_use"], stats["peak_bytes_in_use"]) if stats else None

@@ -75,9 +75,10 @@ def compile_jitted(
 ) -> TargetProgram:
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
+    On TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
+
     Raises:
-        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size. On
-            TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
+        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size.
     """
     if mesh is None:
         raise TargetError(
@@ -113,7 +114,6 @@ def _start(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
     text_folder: str = "",
 ) -> Pending:  # fmt: skip
-    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
     check_installed(target)
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
@@ -147,46 +147,40 @@ def _start(
 
 
 def check_installed(target: Target) -> None:
-    """Checks that the compiler for a target is installed.
-
-    Raises:
-        TargetError: If it is not, with the extra that installs it; or if the chip can only be planned for.
-    """
+    """Raises a TargetError if no compiler for a target is installed, or its chip can only be planned for."""
     if target.chip.name not in (*_GPUS, "v5p"):
         raise TargetError(
             f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
         )
     is_gpu = target.platform == "gpu"
-    compiler = "the CUDA compiler" if is_gpu else "the TPU compiler"
-    missing = [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [compiler]
-    missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
-    if missing:
+    found = {
+        "the CUDA compiler" if is_gpu else "the TPU compiler": cuda_plugins() if is_gpu else find_spec("libtpu"),
+        "flatbuffers": find_spec("flatbuffers"),
+    }
+    if missing := [name for name, is_here in found.items() if not is_here]:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
 
-class _Gpu(NamedTuple):
-    description: str
-    compute_capability: int
-    num_cores: int
-    fpus_per_core: int
-    clock_rate_ghz: float
-    memory_bytes_per_s: int
-    memory_bytes: int
-    l2_cache_bytes: int
-    shared_memory_per_core_bytes: int
-    shared_memory_per_block_bytes: int
-    num_links: int  # of NVLink: without them, XLA leaves its own kernels for small all-reduces out
-
-
-_H100 = _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 3352320000000, 84929347584, 52428800, 233472, 232448, 18)
+# What a GpuTargetConfigProto says of each GPU; without links, XLA leaves its own kernels for small all-reduces out.
+_FIELDS = (
+    "core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size", "l2_cache_size",
+    "shared_memory_per_core", "shared_memory_per_block_optin", "cuda_compute_capability", "device_interconnect_info",
+)  # fmt: skip
+_HOPPER = 52428800, 233472, 232448, "{ major: 9 }", "{ active_links: 18 }"
+_BLACKWELL = 132644864, 233472, 232448, "{ major: 10 }", "{ active_links: 18 }"
+_AMPERE = 41943040, 167936, 166912, "{ major: 8 }", "{ active_links: 12 }"
 _GPUS = {
-    "h100": _H100,
-    "h200": _H100._replace(
-        description="NVIDIA H200 141GB HBM3e", memory_bytes_per_s=4800000000000, memory_bytes=151397597184
-    ),
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 2039040000000, 85100068864, 41943040, 167936, 166912, 12),
-    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 7672320000000, 191514411008, 132644864, 233472, 232448, 18),
+    "h100": ("NVIDIA H100 80GB HBM3", 132, 128, 1.98, 3352320000000, 84929347584, *_HOPPER),
+    "h200": ("NVIDIA H200 141GB HBM3e", 132, 128, 1.98, 4800000000000, 151397597184, *_HOPPER),
+    "a100": ("NVIDIA A100-SXM4-80GB", 108, 64, 1.41, 2039040000000, 85100068864, *_AMPERE),
+    "b200": ("NVIDIA B200", 148, 128, 1.965, 7672320000000, 191514411008, *_BLACKWELL),
 }
+_CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 {fields} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{name}"
+"""
 
 
 def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
@@ -199,7 +193,9 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         "TPU_SKIP_MDS_QUERY": "1",
     }
     if target.platform == "gpu":
-        config = _target_config(_GPUS[target.chip.name])
+        name, *values = _GPUS[target.chip.name]
+        fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
+        config = _CONFIG.format(name=name, fields=fields)
         return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
     cores_per_chip = 2
     environment |= {
@@ -208,37 +204,6 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
     }
     return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
-
-
-def _target_config(gpu: _Gpu) -> str:
-    """Writes a ``GpuTargetConfigProto`` as text."""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared_memory_per_core_bytes}
-  threads_per_core_limit: 2048
-  core_count: {gpu.num_cores}
-  fpus_per_core: {gpu.fpus_per_core}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {gpu.memory_bytes_per_s}
-  l2_cache_size: {gpu.l2_cache_bytes}
-  clock_rate_ghz: {gpu.clock_rate_ghz}
-  device_memory_size: {gpu.memory_bytes}
-  shared_memory_per_block_optin: {gpu.shared_memory_per_block_bytes}
-  cuda_compute_capability {{ major: {gpu.compute_capability} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  device_interconnect_info {{ active_links: {gpu.num_links} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 7 }}
-runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{gpu.description}"
-"""
 
 
 # Of what libtpu can write while it compiles, the optimized and scheduled module alone.
@@ -257,7 +222,7 @@ def _life_line() -> tuple[int, int]:
 
 
 def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
-    """Compiles as soon as a CPU is free, in a thread that nobody waits for when this process ends."""
+    """Compiles as soon as a CPU is free, in a thread that this process does not wait for when it ends."""
     outcome: Pending = Future()
 
     def run() -> None:
@@ -285,10 +250,10 @@ def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> 
         printed = done.stderr.decode(errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-        raise TargetError(": ".join([ended, *lines[-1:]]), printed)
+        raise TargetError(": ".join([ended, *lines[-1:]])) from RuntimeError(printed)
     kind, content = pickle.loads(done.stdout)
     if kind == "refused":
-        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
+        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}") from RuntimeError(content)
     return TargetProgram(target, content["text"], SimpleNamespace(**content["memory"]))
 
 
@@ -311,11 +276,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
 
 
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
-    """Gives the target that a mesh was made for; None if it is one of real devices.
-
-    Raises:
-        ValueError: If the mesh has neither devices nor a target.
-    """
+    """Gives the target that a mesh was made for; None if it is of real devices, a ValueError if it has neither."""
     check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
     if isinstance(mesh, Mesh):
         return None
@@ -345,11 +306,7 @@ class TargetProgram(NamedTuple):
 
 
 class TargetError(ValueError):
-    """A program could not be compiled for a target, in one line; ``details`` is the compiler's full output."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
+    """A program could not be compiled for a target, in one line; its cause has the compiler's full output."""
 
 
 Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
@@ -371,11 +328,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
 
     Every gradient is taken as equal on all ranks. Each rank has the full parameters and optimizer state, so the program
     is the same for all strategies.
-
-    Raises:
-        ValueError: As ``start_compile``.
     """
-    check_kind("trainer", trainer, Trainer, "a Trainer")
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
