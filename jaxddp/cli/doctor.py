@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -98,10 +97,13 @@ def examine() -> Iterator[Line]:
     yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
     gpus, driver = environment.gpus(), environment.driver_version()
     yield from _gpu_lines(gpus, driver)
-    asked = {framework: ask(framework) for framework in _ASK}
-    for framework, answer in asked.items():
-        yield _framework_line(framework, answer, len(gpus), driver)
-    yield from _library_lines(asked)
+    for framework in _ASK:
+        yield _framework_line(framework, ask(framework), len(gpus), driver)
+    for owners, file in environment.shared_libraries().items():
+        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
+    if len(plugins := [name for name in environment.cuda_wheels() if name.startswith("jax-cuda")]) > 1:
+        advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
+        yield Line("libraries", " and ".join(plugins), advice, FAIL)
     yield _job_line()
     yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
@@ -155,25 +157,6 @@ def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int,
     if answer["platform"] == "gpu" and len(found) < num_gpus:
         return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
     return Line(framework, said)
-
-
-def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
-    """CUDA's wheels: two for one file, two plugins for JAX, one CUDA for each framework."""
-    wheels, shared = environment.cuda_wheels(), environment.shared_libraries()
-    for owners, file in shared.items():
-        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
-    plugins = [name for name in wheels if name.startswith("jax-cuda")]
-    if len(plugins) > 1:
-        advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
-        yield Line("libraries", " and ".join(plugins), advice, FAIL)
-    of = {name: answer["cuda"] for name, answer in asked.items() if isinstance(answer, dict) and answer["cuda"]}
-    on_gpus = all(isinstance(answer, dict) and answer["platform"] == "gpu" for answer in asked.values())
-    if on_gpus and len({max(majors) for majors in of.values()}) > 1:
-        each = ", ".join(f"{name} CUDA {max(majors)}" for name, majors in of.items())
-        yield Line("libraries", each, "compare them on one: install .[cuda12] or .[cuda13]", NOTE)
-    used = [f"{name} {version}" for name, version in sorted(wheels.items()) if re.match("nvidia-(nccl|cudnn)-", name)]
-    if used and not shared:
-        yield Line("libraries", ", ".join(used))
 
 
 def _job_line() -> Line:

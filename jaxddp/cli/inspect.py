@@ -74,12 +74,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspects what the options ask for, and shows it.
-
-    Raises:
-        ValueError: If the options do not fit together, or the step does not fit the target.
-        OSError: If a file cannot be read or written.
-    """
+    """Inspects what the options ask for, and shows it."""
     import_jax_on_cpu()  # late, so that the help needs no JAX
     from .inspect_trace import show_trace
 

@@ -24,12 +24,7 @@ _LEGEND = (
 
 
 def show_trace(arguments: argparse.Namespace) -> None:
-    """Reads the profile and prints tables or one JSON object; writes the file for ``--network-file`` if asked.
-
-    Raises:
-        ValueError: If it is no profile, has no collectives, or options do not fit.
-        OSError: If a file cannot be read or written.
-    """
+    """Reads the profile and prints tables or one JSON object; writes the file for ``--network-file`` if asked."""
     network, words = _network(arguments)
     trace = read_trace(arguments.trace)
     kinds, devices, collectives = trace.kinds(), trace.overlaps(), trace.collectives()

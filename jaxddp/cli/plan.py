@@ -71,11 +71,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plans what the options ask for, and prints one JSON object, or the same numbers as a table.
-
-    Raises:
-        ValueError: If the options do not fit together, or a number is out of range.
-    """
+    """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
     from ..planning.plan import plan  # late, so that the help needs no NumPy
 
     found = {"model": arguments.model, **plan(_job(arguments))}

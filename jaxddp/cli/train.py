@@ -43,11 +43,7 @@ def _flag(
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train and how. Each field is a flag of the command line.
-
-    Raises:
-        ValueError: If a number is out of range or a name unknown.
-    """
+    """What to train and how: each field is a flag. A ValueError if a number is out of range or a name unknown."""
 
     strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
     devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
@@ -118,11 +114,7 @@ class TrainOptions:
 
     @property
     def config(self) -> TransformerConfig:
-        """The model's sizes.
-
-        Raises:
-            ValueError: If no model of that name reads bytes.
-        """
+        """The model's sizes; a ValueError if no model of that name reads bytes."""
         readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
         if self.model not in readable:
             raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
@@ -208,13 +200,7 @@ class Progress:
         return line if report.validation_loss is None else f"{line}  validation {_nats(report.validation_loss)}"
 
     def summary(self, planned: Sequence[tuple[str, int]], found: Sequence[tuple[str, int]], how: str) -> list[str]:
-        """Lines about a run that has taken all its steps.
-
-        Args:
-            planned: Collectives of gradients and parameters in a step: kind and bytes.
-            found: Those of the program, in any order.
-            how: It was compiled, or they were issued.
-        """
+        """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
         is_same = sorted(planned) == sorted(found)
         said = "the same" if is_same else f"{describe_collectives(found)}, NOT AS PLANNED"
         timings, first, last = summarize(self._seconds), self.reports[0], self.reports[-1]
@@ -244,9 +230,7 @@ def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict
 def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
     """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen.
 
-    Raises:
-        ValueError: If there is one and it is not asked for, or it is another program's, of another text or seed, or
-            between two batches of these options.
+    A ValueError if it is not asked for, is another program's, of another text or seed, or between two batches.
     """
     if folder is None:
         return 0
@@ -278,10 +262,7 @@ def take_steps(
     options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
     say: Callable[[str], None], on_step: Callable[[StepReport], None],
 ) -> Progress:  # fmt: skip
-    """Trains up to the last step; all processes of a job take the same branches.
-
-    ``training`` is ``_Training`` of ``train_program.py``, here or in torchref, of which all processes call the same in
-    the same order.
+    """Trains up to the last step with the ``_Training`` of a program; all processes of a job take the same branches.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.

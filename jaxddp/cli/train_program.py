@@ -35,12 +35,8 @@ def train(
 ) -> list[StepReport]:
     """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
 
-    Returns the reports; none if a resumed run has already taken all its steps.
-
-    Raises:
-        ValueError: If the options do not fit together, the data, the machine or the checkpoint.
-        OSError: If the data cannot be read, or a checkpoint cannot be written.
-        FloatingPointError, ReplicaError, Signalled: As ``take_steps``.
+    Returns the reports; none if a resumed run has already taken all its steps. Raises as ``take_steps``, and a
+    ValueError if the options do not fit together, the data, the machine or the checkpoint.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)

@@ -78,8 +78,8 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        loops_of_reductions = ((one, [loop.kind for loop in one.loops]) for one in self.found if one.kind in REDUCTIONS)
-        return [one for one, kinds in loops_of_reductions if MICROBATCHES in kinds]
+        reductions = (one for one in self.found if one.kind in REDUCTIONS)
+        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
 
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
@@ -111,8 +111,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         **kwargs: The function's.
 
     Raises:
-        ValueError: If it is no program, there are arguments for one that takes none, the target is unknown, its
-            compiler not installed, or its number of devices not the mesh's, or the text cannot be read (``HLOError``).
+        ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
+            installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,4 @@
-"""Memory of each device by component: of a training state, by its layout, and of a compiled step.
-
-The compiled step takes the state as arguments, with the bytes of its layout, and needs temporaries beside them.
-"""
+"""Memory of each device by component: of a training state, by its layout, and of a compiled step that takes it."""
 
 from __future__ import annotations
 

@@ -13,14 +13,9 @@ The bound is the least time that a step can take on a device and a network, for 
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 
-Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
-come from the same step compiled without communication, so slower compute cannot buy overlap. On H hosts of n ranks, the
-all-reduce of S bytes, o being the latency of a call and W and V the rates within a host and to others, takes
-
-    o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
-
-since each host must send 2 (H-1)/H S bytes, which its n ranks share, after the sum over the host. ZeRO's halves send
-the same. A measured network overlaps the two levels of one collective, in bound and simulation alike.
+Nothing can be sent before the first gradient exists, and everything has to be sent; ZeRO's halves send the same.
+Compute, forward and first gradient come from the same step compiled without communication, so slower compute cannot buy
+overlap.
 """
 
 from __future__ import annotations
@@ -131,10 +126,7 @@ class Bound:
 
 
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: float, num_devices: int) -> Bound:
-    """Computes the bound from ``alone``, one rank's step compiled for one device of the target without communication.
-
-    ``gradient_bytes`` counts all gradients as the strategy that sends least sends them.
-    """
+    """Computes the bound from ``alone``, the step without communication, and the bytes of all gradients."""
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
     all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0

@@ -29,11 +29,7 @@ _LANES = {"compute": 1, "communication": 2}
 
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
-    """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG.
-
-    Raises:
-        ValueError: If there is no simulation, one takes no time, or the file's format is unknown.
-    """
+    """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG."""
     longest_ms = max((simulation.step_s for simulation in simulations.values()), default=0.0) * 1e3
     if not longest_ms > 0:
         raise ValueError(f"simulations (of {', '.join(simulations) or 'nothing'}) must hold something that takes time")

@@ -112,7 +112,7 @@ class Trace:
         return sorted({event.device for event in self.events})
 
     def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-        """Each event with the parts of its time in which no other event of its line ran inside of it."""
+        """Each event with the parts of its time in which no other ran inside of it."""
         lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             lines[event.device, event.line].append(event)
@@ -153,10 +153,7 @@ class Trace:
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them under ``"us"``.
 
-        None is longer than that of a larger size, which waited less for the last rank.
-
-        Raises:
-            ValueError: If of no kind there are two sizes, of which the larger took longer.
+        None is longer than that of a larger size. A ValueError if of no kind a larger size took longer.
         """
         found: dict[str, dict[str, list[tuple[int, float]]]] = {}
         sized = (one for one in self.collectives() if one.num_bytes and (one.num_ranks or 0) > 1)
@@ -172,13 +169,10 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a profile.
-
-    ``path`` is a file, or a folder: then the newest profile below it, with the files of all hosts or ranks beside it.
+    """Reads a profile: a file, or in a folder the newest one, with those of all hosts or ranks beside it.
 
     Raises:
         ValueError: If it is no profile, is damaged, or nothing ran on a device.
-        OSError: If it cannot be read.
     """
     files = _files_of(Path(path))
     events: list[Event] = []

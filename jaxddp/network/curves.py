@@ -83,8 +83,7 @@ class Network:
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
 
-        ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers. Of a permutation along a ring of
-        several hosts, it is what the rank at a host's end sends.
+        ``num_bytes`` is of the full buffer, ``group`` device numbers. Of a ring it is what the last of a host sends.
         """
         by_host = self._by_host(group)
         local, num_ranks = max(by_host), sum(by_host)

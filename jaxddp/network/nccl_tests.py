@@ -51,12 +51,7 @@ class Output:
 
 
 def read_file(path: str | Path) -> list[Output]:
-    """Reads what programs printed, or one wrote as JSON.
-
-    Raises:
-        ValueError: If it is not such output, whole from its first line on.
-        OSError: If it cannot be read.
-    """
+    """Reads what programs printed, or one wrote as JSON; a ValueError if it is not such output, or is cut."""
     text = Path(path).read_text(errors="replace")
     try:
         table = json.loads(text) if text.lstrip().startswith("{") else None
@@ -66,7 +61,7 @@ def read_file(path: str | Path) -> list[Output]:
 
 
 def outputs(path: str | Path, text: str, table: Any) -> list[Output]:
-    """The outputs of a file of this text; ``table`` is what it holds as JSON, None if it is none. Raises ValueError."""
+    """The outputs of a file of this text; ``table`` is what it holds as JSON, None if it is none."""
     named = _PROGRAM.search(Path(path).name)
     try:
         found = [_of_json(table)] if table is not None else read_text(text, PROGRAMS[named[1]] if named else "")

@@ -1,7 +1,7 @@
 """Published peak numbers of accelerators, by name, and target specs.
 
 Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. For TPUs the vendor gives Gb/s per chip, all links of the torus together: 4800 for v5p.
+at 1000 W; of TPUs it is all links of the torus together.
 
 A target is a chip and a count, by hosts:
 
@@ -24,9 +24,8 @@ class Chip:
     name: str
     device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
     platform: str  # "gpu" or "tpu", as in JAX
-    flops_per_s: Mapping[
-        str, float
-    ]  # published peaks by dtype: "float32" of the vector units, others of the matrix units
+    # published peaks by dtype: "float32" of the vector units, others of the matrix units
+    flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
     memory_bytes: int
     link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
@@ -134,11 +133,7 @@ class Target:
 
 
 def target(spec: str) -> Target:
-    """Parses a target spec: ``"chip:devices"``, as ``"v5p:8"``, or on GPUs also ``"chip:hosts x devices"``.
-
-    Raises:
-        ValueError: If the chip is unknown, or machines do not come in that size.
-    """
+    """Parses a target spec; a ValueError if the chip is unknown, or machines do not come in that size."""
     found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
     if found is None:
         raise ValueError(f"target {spec!r} must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
@@ -148,17 +143,12 @@ def target(spec: str) -> Target:
     chip = CHIPS[name]
     whole = chip.devices_per_host
     if chip.platform == "tpu":
-        if hosts is not None:
-            raise ValueError(f"target {spec!r} must give the chips of the slice alone, such as '{name}:8'")
-        if devices not in _TOPOLOGIES[name]:
-            *others, last = map(str, _TOPOLOGIES[name])
-            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {', '.join(others)} or {last} chips")
-    elif hosts is not None:
-        if not (1 <= devices <= whole and int(hosts) >= 1):
-            raise ValueError(f"target {spec!r} must have at least 1 host of 1 to {whole} devices")
-        return Target(chip, int(hosts), devices)
-    elif devices < whole and devices:
-        return Target(chip, 1, devices)
-    elif devices == 0 or devices % whole:
+        if hosts is not None or devices not in _TOPOLOGIES[name]:
+            sizes = ", ".join(map(str, _TOPOLOGIES[name]))
+            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {sizes} chips")
+        return Target(chip, devices // whole, whole)
+    if hosts is None and (devices < whole or devices % whole == 0):
+        hosts, devices = max(1, devices // whole), min(devices, whole)
+    if hosts is None or not (1 <= devices <= whole and int(hosts) >= 1):
         raise ValueError(f"target {spec!r} must have 1 to {whole} devices, a multiple of {whole}, or hosts x devices")
-    return Target(chip, devices // whole, whole)
+    return Target(chip, int(hosts), devices)

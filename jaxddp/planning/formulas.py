@@ -1,7 +1,6 @@
 """Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
 
-Sizes are in bytes, times in seconds, rates per second. Arguments are not checked: ``plan.py`` and the commands check
-what a user gives.
+Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the commands check what a user gives.
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
 dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
@@ -121,11 +120,11 @@ def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "
 
 
 class Buckets(NamedTuple):
-    """The best number of equal buckets n*, as a real number, their size and T(n*), the time that they expose."""
+    """The best number of equal buckets."""
 
-    num_buckets: float
+    num_buckets: float  # n*
     bucket_bytes: float
-    tail_s: float
+    tail_s: float  # T(n*), which they expose
     regime: str
 
 
@@ -237,10 +236,7 @@ class Fit(NamedTuple):
 
 
 def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
-    """Fits ``t = o + S / w`` by relative error: times span three decades.
-
-    Raises a ValueError if there are fewer than two different sizes, or times do not grow with sizes.
-    """
+    """Fits ``t = o + S / w`` by relative error; a ValueError without two sizes, or if times do not grow with them."""
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if len(set(size)) < 2:
         raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")

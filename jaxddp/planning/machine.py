@@ -2,11 +2,8 @@
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
 of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. For TPU v5p the compute-bound conditions are known with the scaling book's rounded 4.6e14 FLOP/s and
-2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
-
-References:
-    Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
+what one axis does. A v5p has the numbers of the scaling book (https://jax-ml.github.io/scaling-book/tpus): 4.6e14
+FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ def network_of(
 ) -> Network:  # fmt: skip
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
-    Args:
-        target: Chips and hosts.
-        gb_per_s: What a device sends within its host, or over all links of its torus; the published links if None.
-        host_gb_per_s: What it sends to other hosts; unused on one host.
-        latency_us: Microseconds per all-reduce call; 15 if None.
-        file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own,
-            or ``"measured:a3mega"`` with those of that fabric between hosts.
+    A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
+    None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
+    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
 
     Raises:
         ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
@@ -141,9 +134,7 @@ def cluster_of(
     target: Target, dtype: str, *, flops_per_s: float | None = None, memory_bytes: float | None = None,
     gb_per_s: float | None = None, **network: Any,
 ) -> Cluster:  # fmt: skip
-    """Makes the cluster of a target: its published or measured numbers, apart from those given.
-
-    ``network`` is of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis.
+    """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes.
 
     Raises:
         ValueError: If a number is out of range, or the chip has no published peak for the dtype.

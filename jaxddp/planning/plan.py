@@ -29,11 +29,7 @@ _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What to plan: a model on a cluster, used in one way.
-
-    Raises a ValueError if a number is out of range, the ranks do not divide the devices, or the tokens do not divide
-    into whole sequences per data rank and micro-batch.
-    """
+    """What to plan: a model on a cluster. A ValueError if numbers are out of range, or do not divide each other."""
 
     workload: Workload
     cluster: Cluster
@@ -220,10 +216,8 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
-    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype.
-
-    zero2 and zero3 reduce every micro-batch, the other strategies the accumulated sum.
-    """
+    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
+    # Others reduce the accumulated sum.
     reduced: Literal["every", "once"] = "every" if strategy in ("zero2", "zero3") else "once"
     gradients, parameters = formulas.traffic(strategy, num_microbatches, reduced)
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
@@ -262,15 +256,12 @@ def _tokens(job: TrainingJob, least: float) -> int:
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
-    """Bytes of a device by component, in one micro-batch.
-
-    The largest bucket by default is a unit at stage 3, else an eighth of all gradients, a tensor or 25 MiB.
-    """
+    """Bytes of a device by component, in one micro-batch."""
     workload, element_bytes = job.workload, job.assumptions.element_bytes
     state = formulas.state_bytes(workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     gathered = formulas.gathered_bytes(workload.unit_params, element_bytes, _GATHERED_UNITS, job.tp)
     kept = workload.kept_per_token, workload.kept_cut_per_token
-    if job.stage == 3:
+    if job.stage == 3:  # the largest bucket by default is a unit, else an eighth of all gradients, a tensor or 25 MiB
         bucket = max(workload.unit_params) * element_bytes / job.tp
     else:
         every = workload.num_params / job.tp * element_bytes

@@ -48,10 +48,8 @@ def as_measured(chip: Chip) -> Chip:
 
 
 def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float:
-    """FLOP/s of a matrix product; ``shape`` is its batch, rows, columns and contracted length, empty if unknown.
-
-    A dtype without a published peak counts as the slowest published one.
-    """
+    """FLOP/s of a matrix product; ``shape`` is its batch, rows, columns and contracted length, empty if unknown."""
+    # A dtype without a published peak counts as the slowest published one.
     peak = chip.flops_per_s.get(dtype, min(chip.flops_per_s.values()))
     if not chip.is_measured:
         return peak

@@ -100,27 +100,14 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
 
 
 def transformer(
-    vocab: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    num_heads: int,
-    hidden: int,
-    *,
-    attention: str = "full",
-    checkpointing: str = "none",
-    kv_heads: int | None = None,
-    num_matrices: int = 3,
-    is_tied: bool = False,
+    vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int, *, attention: str = "full",
+    checkpointing: str = "none", kv_heads: int | None = None, num_matrices: int = 3, is_tied: bool = False,
     is_causal: bool = True,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Counts the decoder-only transformer of ``jaxddp.models``, or one that differs from it as the keywords say.
 
-    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``, D for ``width``,
-    L for ``num_layers``, H for ``num_heads``, F for ``hidden``. Biases and learned positions are neglected.
-
-    ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``. What is not
-    gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding; ``is_causal`` is the attention.
+    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, L for ``num_layers``. What is not
+    gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding. Biases are neglected.
     """
     for name, value, known in (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED)):
         if value not in known:
