@@ -223,12 +223,7 @@ def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[in
 
 
 def in_bytes(num_bytes: int) -> str:
-    """A size with its unit.
-
-    Example:
-        >>> in_bytes(12), in_bytes(4096), in_bytes(25 * 2**20)
-        ('12 B', '4 KiB', '25 MiB')
-    """
+    """A size with its unit, such as ``4 KiB``."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size >= 1024:

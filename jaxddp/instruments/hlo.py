@@ -144,17 +144,7 @@ class HLOError(ValueError):
 
 
 def parse_module(compiled: Any) -> Module:
-    r"""Parses a scheduled program: a ``jax.stages.Compiled``, or the text of one.
-
-    Raises:
-        ValueError: If the text is no HLO module, is not scheduled or is truncated.
-
-    Example:
-        >>> text = "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
-        >>> text += "  %x = f32[4]{0} parameter(0)\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
-        >>> parse_module(text).entry["y"].operands
-        ('x',)
-    """
+    """Parses a scheduled program, a ``jax.stages.Compiled`` or its text; an HLOError if it is none, or is cut."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -219,12 +209,7 @@ def _sources(lines: Sequence[str]) -> dict[int, str]:
 
 @functools.lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """Lists the arrays of a printed shape.
-
-    Example:
-        >>> arrays_of("(f32[2,3]{1,0}, s32[])")
-        (Array(dtype='f32', dims=(2, 3)), Array(dtype='s32', dims=()))
-    """
+    """Lists the arrays of a printed shape such as ``(f32[2,3]{1,0}, s32[])``."""
     return tuple(
         Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(shape)
@@ -232,12 +217,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def parts_of(shape: str) -> tuple[str, ...]:
-    """Splits the printed shape of a tuple into its parts; empty for an array.
-
-    Example:
-        >>> parts_of("((f32[2,3]{1,0}, s32[]), /*index=1*/u32[])")
-        ('(f32[2,3]{1,0}, s32[])', 'u32[]')
-    """
+    """Splits the printed shape of a tuple into its parts; empty for an array."""
     return tuple(_split(shape[1:-1])) if shape.startswith("(") else ()
 
 

@@ -29,25 +29,13 @@ class DeviceBytes(NamedTuple):
 
 
 def held_bytes(layout: Layout) -> DeviceBytes:
-    """Returns the bytes of parameters and optimizer state on a device; the other components are 0.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxddp, optax
-        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
-        >>> state = trainer.abstract_state({"w": jnp.zeros((2, 5))})
-        >>> held_bytes(trainer.layout(state))[:2]  # 10 floats in full; 3 of 12 of each moment, and a counter
-        (40, 28)
-    """
+    """Returns the bytes of parameters and optimizer state on a device; the other components are 0."""
     trees = layout.params, layout.opt_state
     return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
 
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
-    """Reads the memory of a step from ``Trainer.compile``, compiled for ``state``, on each device.
-
-    Raises:
-        ValueError: If the program takes fewer arguments than the state has leaves.
-    """
+    """Reads the memory of a step on each device from ``Trainer.compile``; a ValueError if it is of another state."""
     entry, stats = parse_module(compiled).entry.values(), compiled.memory_analysis()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     given = [num_bytes for _, num_bytes in parameters]

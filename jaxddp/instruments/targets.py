@@ -45,24 +45,13 @@ _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
-    """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
+    """Traces a function here and starts to compile it for the target of its ``in_shardings``' mesh.
 
-    Args:
-        function: To compile.
-        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        **options: Of ``jax.jit``; ``in_shardings`` are over the mesh of a target.
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``. At most one compilation
+    runs for each CPU.
 
     Raises:
         ValueError: If the mesh is none of a target, or its compiler is not installed.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec
-        >>> import jax.numpy as jnp
-        >>> from jaxddp import targets
-        >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
-        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        >>> "all-reduce" in start_compile_for_target(jnp.sum, [x], in_shardings=by_rank).result().as_text()
-        True
     """
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
     if (target := target_of(mesh)) is None:
@@ -90,11 +79,9 @@ def compile_jitted(
         jitted, args, kwargs = *_of_arrays(within), {}
     if not isinstance(jitted, jax.stages.Wrapped):
         raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
-    if target.platform != "tpu":
-        return _start(target, jitted, args, kwargs, mesh).result()
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        # libtpu's options are divided at spaces.
-        return _start(target, jitted, args, kwargs, mesh, text_folder="" if " " in folder else folder).result()
+        is_read_early = target.platform == "tpu" and " " not in folder  # at which libtpu's options are divided
+        return _start(target, jitted, args, kwargs, mesh, folder if is_read_early else "").result()
 
 
 def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
@@ -313,11 +300,7 @@ Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
-
-    Raises:
-        ValueError: If the mesh has devices, or as ``Trainer.compile``.
-    """
+    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     function, args, options = trainer.step_function(state, batch)
     return start_compile_for_target(function, args, **options)

@@ -71,7 +71,7 @@ class Event(NamedTuple):
 
 
 class _Raw(NamedTuple):
-    """An event as a profile of JAX has it; before ``_on_devices``, its device is a plane."""
+    """An event as a profile of JAX has it, whose device is a plane."""
 
     device: str
     line: str
@@ -129,15 +129,14 @@ class Trace:
 
     def overlaps(self) -> dict[str, Overlap]:
         """How each device computed and communicated."""
-        spent: dict[str, dict[bool, list[tuple[float, float]]]] = {one: {True: [], False: []} for one in self.devices}
+        spent: dict[str, tuple[list[Any], list[Any]]] = {one: ([], []) for one in self.devices}
         for event, parts in self.own_us():
-            spent[event.device][event.is_collective] += parts
+            spent[event.device][event.is_collective].extend(parts)
         found = {}
-        for device, parts_of in spent.items():
-            together = parts_of[False] + parts_of[True]
-            compute, sent, both = map(_union_us, (parts_of[False], parts_of[True], together))
-            span = max(end for _, end in together) - min(start for start, _ in together)
-            found[device] = Overlap(span, compute, sent, min(sent, both - compute))
+        for device, (computed, sent) in spent.items():
+            compute_us, sent_us, both_us = map(_union_us, (computed, sent, computed + sent))
+            span_us = max(end for _, end in computed + sent) - min(start for start, _ in computed + sent)
+            found[device] = Overlap(span_us, compute_us, sent_us, min(sent_us, both_us - compute_us))
         return found
 
     def collectives(self) -> list[Alike]:
@@ -146,9 +145,8 @@ class Trace:
         for event in self.events:
             if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
-        return [
-            Alike(*key, tuple(times[key])) for key in sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
-        ]
+        keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
+        return [Alike(*key, tuple(times[key])) for key in keys]
 
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them under ``"us"``.
@@ -180,7 +178,7 @@ def read_trace(path: str | Path) -> Trace:
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = _of_xplane(file) if file.name.endswith(".pb") else (_of_json(file), [])
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -203,34 +201,32 @@ def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    raw = [
+    return _of_jax([
         _Raw(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes
         for line in plane.lines if _is_read(plane.name, line.name) for event in line.events
-    ]  # fmt: skip
-    ran = _on_devices(raw)
-    programs, notes = _programs(data, {_program(each.stats) for each in ran})
-    return [_of_xla(each, programs.get(_program(each.stats), {})) for each in ran], notes
+    ], data)  # fmt: skip
 
 
-def _of_json(file: Path) -> list[Event]:
+def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     read = gzip.open if file.name.endswith(".gz") else open
     with read(file, "rt") as text:
         content = json.load(text)
-    events = content["traceEvents"] if isinstance(content, dict) else content
+    about = content if isinstance(content, dict) else {"traceEvents": content}
+    events = about["traceEvents"]
+    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
+    if any("cat" in each for each in complete):
+        job = about.get("distributedInfo") or {}
+        return list(_of_kineto(complete, job.get("world_size") if job.get("pg_count", 1) == 1 else None)), []
     named = [each for each in events if each.get("ph") == "M"]
     planes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
     lines = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
-    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
-    if any("cat" in each for each in complete):
-        about = (content.get("distributedInfo") if isinstance(content, dict) else None) or {}
-        return list(_of_kineto(complete, about.get("world_size") if about.get("pg_count", 1) == 1 else None))
-    raw = [
+    raw = (
         _Raw(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
              each.get("dur", 0.0), each.get("args", {}))
         for each in complete
-    ]  # fmt: skip
-    return [_of_xla(each, {}) for each in _on_devices(each for each in raw if _is_read(each.device, each.line))]
+    )  # fmt: skip
+    return _of_jax([each for each in raw if _is_read(each.device, each.line)], b"")
 
 
 def _is_read(plane: str, line: str) -> bool:
@@ -240,14 +236,13 @@ def _is_read(plane: str, line: str) -> bool:
     return line in ("XLA Ops", "Async XLA Ops") if plane.startswith("/device:TPU:") else plane == "/host:CPU"
 
 
-def _on_devices(raw: Iterable[_Raw]) -> list[_Raw]:
-    """Leaves what the host does around them out; without accelerators, the devices are those of XLA on CPUs."""
-    raw = list(raw)
-    if on_accelerators := [each for each in raw if each.device.startswith("/device:")]:
-        return on_accelerators
-    return [
+def _of_jax(raw: Sequence[_Raw], data: bytes) -> tuple[list[Event], list[str]]:
+    """Leaves what the host does out; without accelerators, the devices are those of XLA on CPUs."""
+    ran = [each for each in raw if each.device.startswith("/device:")] or [
         each._replace(device=f"CPU {each.stats.get('device_ordinal', 0)}") for each in raw if "hlo_op" in each.stats
     ]
+    programs, notes = _programs(data, {_program(each.stats) for each in ran})
+    return [_of_xla(each, programs.get(_program(each.stats), {})) for each in ran], notes
 
 
 def _of_xla(raw: _Raw, program: Mapping[str, Operation]) -> Event:

@@ -198,15 +198,11 @@ def _bytes(instruction: Instruction) -> float:
     if opcode in _UPDATES:
         update = instruction.inputs[_UPDATES[opcode]]
         return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
-    if opcode == "custom-call" and _is_library_product(instruction):
+    if instruction.attribute("custom_call_target").startswith(_MATMUL_CALLS + _CONVOLUTION_CALLS):
         written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
     return float(
         sum(_memory_bytes(instruction.computation[name].shape) for name in set(instruction.operands)) + written
     )
-
-
-def _is_library_product(call: Instruction) -> bool:
-    return call.attribute("custom_call_target").startswith(_MATMUL_CALLS + _CONVOLUTION_CALLS)
 
 
 def _fusion_bytes(fusion: Instruction) -> float:

@@ -83,9 +83,9 @@ def from_file(path: str | Path) -> Network:
         if file.suffix == ".jsonl":
             rows = _rows_of_run(json.loads(line) for line in text.splitlines() if line.strip())
         else:
-            table: Any = json.loads(text) if text.lstrip().startswith("{") else None
-            is_ours = table is not None and "results" not in table
-            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.outputs(file, text, table))
+            table: Any = json.loads(text) if text.lstrip().startswith("{") else {"results": None}
+            is_ours = "results" not in table
+            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.read_file(file))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
