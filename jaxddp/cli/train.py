@@ -81,9 +81,6 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        for one in fields(self):
-            if (choices := one.metadata.get("choices")) and given.get(one.name) not in (None, *choices):
-                raise ValueError(f"{one.name} (={given[one.name]!r}) must be one of {', '.join(choices)}")
         for name in given.keys() & {"devices", "processes", "steps", "batch_size", "microbatches"}:
             check_integer(name, given[name])
         for name in ("checkpoint_every", "max_restarts"):

@@ -11,12 +11,11 @@
     other calls       bytes alone, with a note
 
 Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes. Nothing is cached between instructions; arrays that a TPU program keeps on chip (memory space 1
-of a tiled layout) do not count.
+update what it writes. Arrays that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
 
 TPU programs print a matrix product as a convolution, whose batch dims are window dims, padded or dilated so that only
-pairs of the same batch meet: both forms give the same number. They print no trip counts, as others do: these are
-derived from a counter with constant start, step and end, as ``lax.scan`` and ``fori_loop`` make it.
+pairs of the same batch meet. They print no trip counts: these are derived from a counter with constant start, step and
+end, as ``lax.scan`` and ``fori_loop`` make it.
 """
 
 from __future__ import annotations

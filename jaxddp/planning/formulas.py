@@ -4,10 +4,7 @@ Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the comm
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
 dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
-includes the float32 master. Each ZeRO stage shards one more component over N ranks:
-
-    stage 0   p + g + a + K             stage 2   p + (g + a + K) / N
-    stage 1   p + g + a + K / N         stage 3   (p + g + a + K) / N
+includes the float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3 also p.
 
 Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
 everything counts 1, an all-reduce 2:
@@ -37,14 +34,12 @@ groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 wh
     TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
     DP               0                                2 e P r(R) / (X Y W_R)           the same
 
-The times of FSDP and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as
-compute does, so there may be none.
+The times of FSDP and TP add, or the longer one counts if they overlap. TP's time grows with B as compute does, so there
+may be no B that is compute-bound.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+    Rajbhandari et al., ZeRO, SC 2020. Li et al., PyTorch Distributed, VLDB 2020. Stanford CS336, assignment 2.
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
-    Stanford CS336, assignment 2 (2025: ddp_bucketed_benchmarking, communication_accounting; 2026: section 8).
 """
 
 from __future__ import annotations

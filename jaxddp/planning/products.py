@@ -12,10 +12,8 @@ A chip has these rates after ``as_measured``; until then its peaks.
 
 References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
-    stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS.
-    waynehacking8/blackwell-tensorcore-kernels, results/bench.csv: cublasSgemm on an H100.
-    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles of cuBLAS, tile and wave quantization.
-    Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
+    stas00/ml-engineering, compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm.
+    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles and waves. Dao, FlashAttention-2, 2023.
 """
 
 from __future__ import annotations

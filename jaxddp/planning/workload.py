@@ -12,11 +12,11 @@ The transformer by default is that of ``jaxddp.models``: attention adds four D x
 with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
 inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
 the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits. The vocabulary is split as F is; the reductions that this needs are neglected. For seed_xl on 8 H100s in float32
-this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
+logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 and 9.44 GB at 16 and 64
+sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
 
 Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
-in the backward: 5 products there. Checkpointing computes activations again in the backward:
+in the backward: 5 products there. Checkpointing (Korthikanti et al., MLSys 2023) computes activations again:
 
     none        nothing                                       keeps all of the above
     selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
@@ -24,10 +24,6 @@ in the backward: 5 products there. Checkpointing computes activations again in t
 
 Memory-bound kernels read and write, in a fused forward, 13 D + 3 F elements per token and block, and 4 H T for weights
 that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 5 F and 12 H T.
-
-References:
-    Stanford CS336 (2025), assignment 2, communication_accounting.
-    Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023.
 """
 
 from __future__ import annotations
