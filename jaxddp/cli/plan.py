@@ -105,7 +105,6 @@ def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterato
 
 
 def _job(arguments: argparse.Namespace) -> Any:
-    from ..communication.buckets import dtype_bytes
     from ..planning import formulas
     from ..planning.machine import cluster_of, target
     from ..planning.plan import TrainingJob
@@ -127,15 +126,10 @@ def _job(arguments: argparse.Namespace) -> Any:
         latency_us=arguments.latency_us,
         file=arguments.network_file,
     )  # fmt: skip
-    sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
-    assumptions = formulas.Assumptions(
-        passes="backward" if sums_only else "forward", ring_factors=not cluster.torus,
-        element_bytes=dtype_bytes(arguments.dtype),
-    )  # fmt: skip
     states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
-        states[arguments.precision], assumptions, arguments.accumulation_steps,
+        states[arguments.precision], arguments.accumulation_steps,
     )  # fmt: skip
 
 

@@ -138,7 +138,6 @@ PLANS = {
     "small torus": plan(
         TrainingJob(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128, accumulation_steps=4)
     ),
-    "replicas": plan(TrainingJob(XL, cluster("v5p:128"), fsdp=16, tp=2, stage=2, tokens=2**20, sequence_length=128)),
 }
 
 
@@ -180,7 +179,6 @@ def test_a_plan_is_json_and_agrees_with_itself(name):
         ("alone", "buckets none"),
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
         ("small torus", "Note: every micro-batch gathers, so each has to be as large as a compute-bound batch."),
-        ("replicas", "Note: gradients are reduced in the backward, which is not counted."),
     ],
 )
 def test_what_a_reader_must_know_is_said(name, said):

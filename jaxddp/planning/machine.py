@@ -74,21 +74,17 @@ def network_in_words(target: Target, network: Network) -> str:
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
 
 
-class Axes(NamedTuple):
-    """How many axes of a torus each kind of group spans: M_X, M_Y and M_R."""
-
-    fsdp: int
-    tp: int
-    dp: int
-    is_exact: bool = True  # whether the groups are products of whole axes; otherwise the counts are assumed
-
-
 class Cluster(NamedTuple):
     """Devices to plan for."""
 
     target: Target  # its chip has the rates and the memory to plan with
     network: Network  # what a device sends; on a torus, over one of its axes
-    products: str  # the dtype in which products are computed
+    dtype: str  # of matrix products, activations and communication
+
+    @property
+    def products(self) -> str:
+        """The dtype in which a device multiplies."""
+        return self.target.chip.matmul_float32 if self.dtype == "float32" else self.dtype
 
     @property
     def flops_per_s(self) -> float:
@@ -101,8 +97,8 @@ class Cluster(NamedTuple):
         is_torus = self.target.platform == "tpu"
         return tuple(int(side) for side in self.target.topology.split("x") if int(side) > 1) if is_torus else ()
 
-    def axes(self, fsdp: int, tp: int) -> Axes:
-        """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
+    def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
+        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes.
 
         If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
         """
@@ -112,14 +108,14 @@ class Cluster(NamedTuple):
             if [math.prod(each) for each in sides] == groups:
                 # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
                 over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
-                return Axes(over_fsdp, over_tp, over_dp)
-        return Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
+                return (over_fsdp, over_tp, over_dp), True
+        return (3 if tp == 1 else 2, 1, 1), False
 
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
         link = self.network.gb_per_s * GB
         if self.torus:
-            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[:3]))
+            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[0]))
 
         def rate(group: range) -> float:
             if len(group) < 2:
@@ -156,4 +152,4 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    return Cluster(replace(target, chip=chip), found, key)
+    return Cluster(replace(target, chip=chip), found, dtype)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..arguments import check_integer
-from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
+from ..communication.buckets import DEFAULT_BUCKET_MB, MIB, dtype_bytes
 from ..network import GB
 from . import formulas
 from .estimate import Run, estimate, product_seconds
@@ -39,7 +39,6 @@ class TrainingJob:
     sequence_length: int = 1  # tokens that must stay on one rank; 1 for a model without sequences
     stage: int = 3  # of ZeRO: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
     per_parameter: PerParameter = FP32
-    assumptions: Assumptions = formulas.DEFAULT
     accumulation_steps: int | None = None  # K, micro-batches per step; None for the fewest that fit
 
     def __post_init__(self) -> None:
@@ -90,6 +89,13 @@ class TrainingJob:
     def gathers(self) -> bool:
         """Whether parameters are gathered in every micro-batch."""
         return self.stage == 3 and self.fsdp > 1
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """What is compared: gathers in the forward, or sums of gradients in the backward; a ring's share on GPUs."""
+        passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
+        element_bytes = dtype_bytes(self.cluster.dtype)
+        return Assumptions(passes, ring_factors=not self.cluster.torus, element_bytes=element_bytes)
 
     @property
     def ranks(self) -> tuple[int, int, int]:
@@ -169,7 +175,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
 
 def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[str]:
     torus, found = job.cluster.torus, []
-    if torus and not job.cluster.axes(*job.ranks[:2]).is_exact:
+    if torus and not job.cluster.axes(*job.ranks[:2])[1]:
         found.append(
             f"groups of {job.fsdp} and {job.tp} are not products of whole axes of {'x'.join(map(str, torus))}: the "
             "number of axes of each is assumed"
@@ -180,8 +186,6 @@ def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[
         found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     if job.gathers and num_microbatches > 1:
         found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
-    if not job.gathers and job.num_data_ranks > 1 and job.assumptions.passes == "forward":
-        found.append("gradients are reduced in the backward, which is not counted")
     return found
 
 
