@@ -131,8 +131,8 @@ def allocate_jax(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:
     for _ in range(2):
         state, _ = jax.block_until_ready(trainer.step(state, jaxddp.local_rows(batch)))
     after = now()
-    in_use = [one["bytes_in_use"] for one in (before, after_init, after)]
-    return _figures(device.device_kind, *in_use[:2], after["peak_bytes_in_use"], in_use[2])
+    first, then, last = (one["bytes_in_use"] for one in (before, after_init, after))
+    return _figures(device.device_kind, first, then, after["peak_bytes_in_use"], last)
 
 
 def allocate_torch(ranks: Ranks, setup: MemorySetup) -> dict[str, Any]:

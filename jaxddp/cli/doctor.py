@@ -85,9 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = list(examine())
     if arguments.json:
         print(json.dumps([line._asdict() for line in lines]))
-    else:
-        for line in lines:
-            print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
+    for line in [] if arguments.json else lines:
+        print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
     return int(any(line.status == FAIL for line in lines))
 
 
@@ -125,11 +124,8 @@ def ask(framework: str) -> dict[str, Any] | str:
 
 
 def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
-    if driver is None:
-        yield Line("driver", "unknown" if gpus else "no NVIDIA driver")
-        return
-    yield Line("driver", f"NVIDIA {driver}")
-    if not gpus:
+    yield Line("driver", f"NVIDIA {driver}" if driver else "unknown" if gpus else "no NVIDIA driver")
+    if driver and not gpus:
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
     for name, count in Counter(gpu.name for gpu in gpus).items():
@@ -141,19 +137,18 @@ def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line
 
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Line:
     major = int(driver.split(".")[0]) if driver else 0
-    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)
-    fitting = f"install .[cuda{newest}]"
+    fitting = f"install .[cuda{max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)}]"
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
             return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
         return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
-    found, cuda = answer["devices"], max(answer["cuda"], default=None)
+    found, cuda = answer["devices"], max(answer["cuda"], default=0)
     libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
     said = f"{answer['version']} on {len(found)} x {found[0]}{libraries}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        if cuda is not None and major < _OLDEST_DRIVER.get(cuda, 0):
-            return Line(framework, said, f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}", FAIL)
-        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {fitting}", FAIL)
+        is_old = major < _OLDEST_DRIVER.get(cuda, 0)
+        needs = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER.get(cuda)} on"
+        return Line(framework, said, f"{needs if is_old else f'it finds none of {num_gpus} GPUs'}: {fitting}", FAIL)
     if answer["platform"] == "gpu" and len(found) < num_gpus:
         return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
     return Line(framework, said)
@@ -175,8 +170,7 @@ def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
     yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
     shared = Path("/dev/shm")
     if shared.exists():
-        stat = os.statvfs(shared)
-        free_bytes = stat.f_bavail * stat.f_frsize
+        free_bytes = shutil.disk_usage(shared).free
         small = len(gpus) > 1 and free_bytes < _GIB
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more" if small else ""
         yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of {shared} free", advice, NOTE if small else OK)

@@ -40,17 +40,17 @@ def add_parser(commands: Any) -> None:
         f"h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: {_DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
-    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
+    add("--stage", type=int, default=3, choices=range(4), help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
         "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
         "compute-bound batch)")  # fmt: skip
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
         "communication (default: %(default)s)")  # fmt: skip
-    add("--attention", metavar="NAME", help="full: keeps the weights of the whole square; flash: computes "
+    add("--attention", choices=("full", "flash"), help="full: keeps the weights of the whole square; flash: computes "
         "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
-    add("--checkpointing", metavar="NAME", help="none; selective: the backward computes all but attention and "
-        "every second product again; full: the whole block (default: none)")  # fmt: skip
+    add("--checkpointing", choices=("none", "selective", "full"), help="selective: the backward computes all "
+        "but attention and every second product again; full: the whole block (default: none)")  # fmt: skip
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
         "to accumulate gradients (default: %(default)s)")  # fmt: skip

@@ -34,9 +34,7 @@ _NUM_BYTE_VALUES = 256
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
 
 
-def _flag(
-    default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Sequence[str] | None = None
-) -> Any:
+def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
     text = f"{text} (default: {shown})"
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
 
@@ -99,10 +97,8 @@ class TrainOptions:
     def check_batch_size(self, num_ranks: int) -> None:
         """Raises a ValueError if the batch does not divide evenly."""
         if self.batch_size % (num_ranks * self.microbatches):
-            raise ValueError(
-                f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
-                f"(={num_ranks} x {self.microbatches})"
-            )
+            pieces = f"devices x microbatches (={num_ranks} x {self.microbatches})"
+            raise ValueError(f"batch_size (={self.batch_size}) must be divisible by {pieces}")
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -243,9 +239,8 @@ def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, sa
         raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
     for name in ("seed", "text_bytes", "text_crc32"):
         if here[name] != saved[name]:
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
-            )
+            given = f"{name} (={here[name]})"
+            raise ValueError(f"{given} must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     if (step := training.num_steps) >= options.steps:

@@ -53,7 +53,6 @@ import numpy as np
 
 from .workload import Workload
 
-STAGES = (0, 1, 2, 3)
 DATA_PARALLEL = ("naive", "flat", "overlapped", "bucketed")
 STRATEGIES = (*DATA_PARALLEL, "zero1", "zero2", "zero3", "sharded_optimizer")
 

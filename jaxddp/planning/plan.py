@@ -45,8 +45,6 @@ class TrainingJob:
         for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
-        if self.stage not in formulas.STAGES:
-            raise ValueError(f"stage (={self.stage}) must be one of {', '.join(map(str, formulas.STAGES))}")
         if self.num_devices % (self.fsdp * self.tp):
             raise ValueError(
                 f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.num_devices} devices of "

@@ -34,7 +34,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_ATTENTIONS = ("full", "flash")
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # by checkpointing
 
 
@@ -105,9 +104,6 @@ def transformer(
     It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, L for ``num_layers``. What is not
     gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding. Biases are neglected.
     """
-    for name, value, known in (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED)):
-        if value not in known:
-            raise ValueError(f"{name} (={value!r}) must be one of {', '.join(known)}")
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
     narrow = width // num_heads * (kv_heads or num_heads)
     block = (
@@ -121,7 +117,7 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    is_flash = attention == "flash"
+    is_flash = {"full": False, "flash": True}[attention]
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
     split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)
