@@ -15,7 +15,7 @@ from typing import Any
 from ..arguments import check_integer
 from ..communication.buckets import MIB
 from ..table import count_kinds, paragraph, table
-from .quiet import import_jax_on_cpu
+from .quiet import import_jax
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _HEADS = (
@@ -75,9 +75,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Inspects what the options ask for, and shows it."""
-    import_jax_on_cpu()  # late, so that the help needs no JAX
+    import_jax()  # late, so that the help needs no JAX
+    import jax
+
     from .inspect_trace import show_trace
 
+    jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
         of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
         _check_left_out(arguments, "trace", "is what ran", *of_compiling)

@@ -80,6 +80,7 @@ class Cluster(NamedTuple):
     target: Target  # its chip has the rates and the memory to plan with
     network: Network  # what a device sends; on a torus, over one of its axes
     dtype: str  # of matrix products, activations and communication
+    is_by_hand: bool = False  # whether the chip's FLOP/s were given
 
     @property
     def products(self) -> str:
@@ -152,4 +153,4 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    return Cluster(replace(target, chip=chip), found, dtype)
+    return Cluster(replace(target, chip=chip), found, dtype, is_by_hand=flops_per_s is not None)

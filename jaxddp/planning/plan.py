@@ -162,7 +162,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             **asdict(job.assumptions),
             "state_bytes_per_param": job.held._asdict(),
             "flops_per_s": rates.flops_per_s,  # at which a device computes the products of a forward
-            "rates": rates_in_words(chip),
+            "rates": None if cluster.is_by_hand else rates_in_words(chip),
             "link_gb_per_s": network.gb_per_s,
             "latency_us": network.latency_us,
             "network_source": network.source,

@@ -78,7 +78,7 @@ def attention_rate(chip: Chip, dtype: str) -> float:
 def rates_in_words(chip: Chip) -> str:
     """Says which rates a chip has."""
     if not chip.is_measured:
-        return "rates, assumed: peaks of products and memory, published or given"
+        return "rates, assumed: published peaks of products and memory"
     by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []
     at_best = [dtype for dtype in _measurements()["best"][chip.name] if dtype not in by_shape]
     how = ((by_shape, "by shape"), (at_best, "at the best of several shapes and by tiles"))
