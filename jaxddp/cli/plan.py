@@ -16,6 +16,7 @@ _DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
+_BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "latency_us", "file")
 
 
 def add_parser(commands: Any) -> None:
@@ -61,11 +62,12 @@ def add_parser(commands: Any) -> None:
     hardware("--peaks", action="store_true", help="published peaks of products, memory and links (default: what was "
              "measured of them, where it was)")  # fmt: skip
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
-    hardware("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can send within "
-             "its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
-    hardware("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
-    hardware("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; their rate and "
-             "latency replace --link-gb-per-s and --latency-us")  # fmt: skip
+    hardware("--link-gb-per-s", dest="gb_per_s", type=float, metavar="GB", help="10^9 bytes per second that a device "
+             "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
+    hardware("--host-link-gb-per-s", dest="host_gb_per_s", type=float, metavar="GB",
+             help="the same to other hosts, on GPUs")  # fmt: skip
+    hardware("--network-file", dest="file", metavar="FILE", help="measured collectives of a host, as for inspect; "
+             "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
     hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     parser.set_defaults(run=run)
 
@@ -117,15 +119,9 @@ def _job(arguments: argparse.Namespace) -> Any:
             check_integer(name, value)
     tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
-    cluster = cluster_of(
-        machine, arguments.dtype,
-        flops_per_s=arguments.flops_per_s,
-        memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
-        gb_per_s=arguments.link_gb_per_s,
-        host_gb_per_s=arguments.host_link_gb_per_s,
-        latency_us=arguments.latency_us,
-        file=arguments.network_file,
-    )  # fmt: skip
+    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
+    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
     states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,

@@ -50,10 +50,9 @@ class TrainingJob:
                 f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.num_devices} devices of "
                 f"{self.cluster.target.spec}"
             )
-        if self.tokens is not None and (
-            self.tokens < self.pieces or (self.sequence_length > 1 and self.tokens % self.pieces)
-        ):
-            rule = "at least" if self.sequence_length == 1 else "a multiple of"
+        rule = "at least" if self.sequence_length == 1 else "a multiple of"
+        is_multiple = self.sequence_length == 1 or (self.tokens or 0) % self.pieces == 0
+        if self.tokens is not None and not (self.tokens >= self.pieces and is_multiple):
             raise ValueError(
                 f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
                 f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
