@@ -55,9 +55,7 @@ _CALLS_WITHOUT_WORK = frozenset(
     "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
-_MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
-_CONVOLUTION_CALLS = ("__cudnn$conv",)
-_ATTENTION_CALLS = ("__cudnn$fmha",)
+_WITH_WORKSPACE = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__cudnn$conv")
 _BITCAST = ("bitcast",)
 
 
@@ -139,12 +137,12 @@ class WorkCounter:
         opcode = instruction.opcode
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
-        if opcode == "dot":
-            return _matmul(instruction)
-        if opcode == "convolution":
-            return Work({_matmul_kind(instruction): _convolution_flops(instruction)})
+        if product := _product(instruction):
+            return product
         if opcode == "custom-call":
-            return self._custom_call(instruction)
+            if (target := instruction.attribute("custom_call_target")) not in _CALLS_WITHOUT_WORK:
+                self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
+            return Work()
         if opcode == "fusion":  # only elements that are used are computed
             return sum(
                 (self.arithmetic(called[name]).times(share)
@@ -163,18 +161,6 @@ class WorkCounter:
                 self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
                 return Work()
         return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
-
-    def _custom_call(self, call: Instruction) -> Work:
-        target = call.attribute("custom_call_target")
-        if target.startswith(_MATMUL_CALLS):
-            return _matmul(call)
-        if target.startswith(_ATTENTION_CALLS) and (flops := _attention_flops(call)):
-            return Work({_matmul_kind(call)._replace(is_attention=True): flops})
-        if target.startswith(_CONVOLUTION_CALLS):
-            return Work({_matmul_kind(call): _convolution_flops(call)})
-        if target not in _CALLS_WITHOUT_WORK:
-            self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
-        return Work()
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -197,7 +183,7 @@ def _bytes(instruction: Instruction) -> float:
     if opcode in _UPDATES:
         update = instruction.inputs[_UPDATES[opcode]]
         return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
-    if instruction.attribute("custom_call_target").startswith(_MATMUL_CALLS + _CONVOLUTION_CALLS):
+    if instruction.attribute("custom_call_target").startswith(_WITH_WORKSPACE):
         written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
     return float(
         sum(_memory_bytes(instruction.computation[name].shape) for name in set(instruction.operands)) + written
@@ -270,6 +256,17 @@ def _matmul_kind(instruction: Instruction) -> MatmulKind:
     return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
 
 
+def _product(instruction: Instruction) -> Work | None:
+    """The work of products: an operation, or a library call by the start of its name."""
+    counts = {
+        "dot": _matmul, "__cublas$gemm": _matmul, "__cublas$lt$matmul": _matmul, "__onednn$matmul": _matmul,
+        "convolution": _convolution, "__cudnn$conv": _convolution, "__cudnn$fmha": _attention,
+    }  # fmt: skip
+    is_call = instruction.opcode == "custom-call"
+    name = instruction.attribute("custom_call_target") if is_call else instruction.opcode
+    return next((count(instruction) for start, count in counts.items() if name.startswith(start)), None)
+
+
 def _matmul(product: Instruction) -> Work:
     """A product; a library call contracts the last dim of the left factor unless it says otherwise."""
     left, num_results = product.inputs[0].arrays[0], product.arrays[0].num_elements
@@ -283,20 +280,21 @@ def _matmul(product: Instruction) -> Work:
     return Work({_matmul_kind(product)._replace(shape=shape): 2.0 * num_results * contracted})
 
 
-def _attention_flops(call: Instruction) -> float:
-    """FLOPs of cuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
+def _attention(call: Instruction) -> Work | None:
+    """CuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
     # The scores' shape is printed: batch, heads, queries and keys.
     if len(scores := call.integers("dimensions")) != 4:
-        return 0.0
+        return None
     batch, heads, num_queries, num_keys = scores
     width = call.inputs[0].arrays[0].num_elements / (batch * heads * num_queries)
     products = 5 if "Backward" in call.attribute("custom_call_target") else 2
     visible = 0.5 if "CAUSAL" in call.attributes else 1.0
-    return products * visible * 2.0 * batch * heads * num_queries * num_keys * width
+    flops = products * visible * 2.0 * batch * heads * num_queries * num_keys * width
+    return Work({_matmul_kind(call)._replace(is_attention=True): flops})
 
 
-def _convolution_flops(convolution: Instruction) -> float:
-    """FLOPs of a ``convolution``, or of a library call, whose gradients print the window of the forward convolution."""
+def _convolution(convolution: Instruction) -> Work:
+    """A ``convolution``, or a library call, whose gradients print the window of the forward convolution."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
     if not labels:
         raise HLOError(f"convolution {convolution.name} must print its dim_labels")
@@ -318,7 +316,7 @@ def _convolution_flops(convolution: Instruction) -> float:
         pairs *= _window_pairs(window, place, size_in, size_out, size_window)
     features_in = kernels.dims[of_kernels.index("i")]  # per feature group
     outside = output.dims[of_output.index("b")] * output.dims[of_output.index("f")]
-    return 2.0 * outside * features_in * pairs
+    return Work({_matmul_kind(convolution): 2.0 * outside * features_in * pairs})
 
 
 @functools.lru_cache(maxsize=4096)
