@@ -195,17 +195,15 @@ def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | Abstr
             return sharding.mesh
     traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     traced = getattr(traced, "traced", traced)  # of nnx.jit
-    return _mesh_within(traced.jaxpr.jaxpr)
+    return next(_meshes_within(traced.jaxpr.jaxpr), None)
 
 
-def _mesh_within(jaxpr: Any) -> Mesh | AbstractMesh | None:
+def _meshes_within(jaxpr: Any) -> Iterator[Mesh | AbstractMesh]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "shard_map":
-            return equation.params["mesh"]
+            yield equation.params["mesh"]
         for inner in core.jaxprs_in_params(equation.params):
-            if (found := _mesh_within(inner)) is not None:
-                return found
-    return None
+            yield from _meshes_within(inner)
 
 
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
@@ -224,10 +222,8 @@ def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[in
 
 def in_bytes(num_bytes: int) -> str:
     """A size with its unit, such as ``4 KiB``."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
+    power = min(3, max(0, num_bytes.bit_length() - 1) // 10)
+    size, unit = num_bytes / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
     return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
 
 

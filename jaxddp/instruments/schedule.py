@@ -67,11 +67,8 @@ class Collective:
 
     @property
     def is_gradients(self) -> bool:
-        """Whether it is the strategy's, not of metrics, model state, the loss function or axes that are not of ranks.
-
-        One of a single device sends nothing; XLA leaves it where ``check_vma`` asks for it.
-        """
-        if len(self.group) == 1:
+        """Whether it is the strategy's, not of metrics, model state, the loss function or axes of other than ranks."""
+        if len(self.group) == 1:  # sends nothing; XLA leaves it where check_vma asks for it
             return False
         others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
         return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
@@ -303,10 +300,7 @@ class _Reader:
 
 
 def _origins(instruction: Instruction) -> list[Instruction]:
-    """The instruction, or those with names that it is made of: XLA names no collective that it merges others to.
-
-    Those of the backward come first.
-    """
+    """The instruction, or those with names that it is made of, the backward's first: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()
@@ -319,12 +313,10 @@ def _origins(instruction: Instruction) -> list[Instruction]:
 
 
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:
-    """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none.
-
-    Elsewhere a name of a strategy or of metrics is no backward's: it is of the arithmetic around a reduction.
-    """
+    """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none."""
     if OPTIMIZER_SCOPE in op_name:
         return "optimizer"
+    # What is not sent and has a name of a strategy or of metrics is arithmetic around a reduction.
     if "transpose(" in op_name and (is_sent or not (SYNC_SCOPE in op_name or METRICS_SCOPE in op_name)):
         return "backward"
     return "forward" if is_sent and "jvp(" in op_name else ""

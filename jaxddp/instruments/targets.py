@@ -47,11 +47,7 @@ _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
     """Traces a function here and starts to compile it for the target of its ``in_shardings``' mesh.
 
-    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``. At most one compilation
-    runs for each CPU.
-
-    Raises:
-        ValueError: If the mesh is none of a target, or its compiler is not installed.
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``.
     """
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
     if (target := target_of(mesh)) is None:
@@ -65,9 +61,6 @@ def compile_jitted(
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
     On TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
-
-    Raises:
-        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size.
     """
     if mesh is None:
         raise TargetError(
@@ -307,11 +300,7 @@ def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts to compile the step without communication: the baseline of exposed communication.
-
-    Every gradient is taken as equal on all ranks. Each rank has the full parameters and optimizer state, so the program
-    is the same for all strategies.
-    """
+    """Starts to compile the step without communication, of which each rank has the full state under any strategy."""
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)

@@ -20,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,8 +123,8 @@ class Trace:
         times: dict[str, list[float]] = defaultdict(list)
         for event, parts in self.own_us():
             times[event.kind].append(sum(end - start for start, end in parts))
-        sums = {kind: (len(own), sum(own)) for kind, own in times.items()}
-        return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+        by_time = sorted(times.items(), key=lambda item: -sum(item[1]))
+        return {kind: (len(own), sum(own)) for kind, own in by_time}
 
     def overlaps(self) -> dict[str, Overlap]:
         """How each device computed and communicated."""
@@ -148,29 +148,21 @@ class Trace:
         return [Alike(*key, tuple(times[key])) for key in keys]
 
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them under ``"us"``.
-
-        None is longer than that of a larger size. A ValueError if of no kind a larger size took longer.
-        """
-        found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        sized = (one for one in self.collectives() if one.num_bytes and (one.num_ranks or 0) > 1)
-        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one.kind, one.num_ranks)):
-            curve: list[tuple[int, float]] = []
-            for one in reversed(list(alike)):
-                curve.insert(0, (one.num_bytes or 0, min([*one.times_us, *(time for _, time in curve[:1])])))
-            if kind in KINDS and curve[-1][1] > curve[0][1] > 0:
-                found.setdefault(kind, {})[str(num_ranks)] = curve
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
+        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
+        sized = [one for one in self.collectives() if one.kind in KINDS and one.num_bytes and (one.num_ranks or 0) > 1]
+        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one.kind, one.num_ranks)):
+            sizes, times = zip(*((one.num_bytes, min(one.times_us)) for one in alike), strict=True)
+            curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
+            if curve[-1][1] > curve[0][1] > 0:
+                found[kind][str(num_ranks)] = curve
         if not found:
             raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
         return found
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a profile: a file, or in a folder the newest one, with those of all hosts or ranks beside it.
-
-    Raises:
-        ValueError: If it is no profile, is damaged, or nothing ran on a device.
-    """
+    """Reads a profile: a file, or in a folder the newest one, with those of all hosts or ranks beside it."""
     files = _files_of(Path(path))
     events: list[Event] = []
     notes: list[str] = []

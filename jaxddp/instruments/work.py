@@ -222,11 +222,9 @@ def _memory_bytes(shape: str) -> int:
 
 
 def _used_shares(fused: Computation) -> dict[str, float]:
-    """The share of its elements that each instruction of a fused computation must compute for the results.
-
-    A slice needs as many elements as it returns, arithmetic the same share of its operands as of itself, and an operand
-    that is only updated in place nothing.
-    """
+    """The share of its elements that each instruction of a fused computation must compute for the results."""
+    # A slice needs as many elements as it returns, arithmetic the same share of its operands as of itself, and an
+    # operand that is only updated in place nothing.
     sizes = {name: sum(array.num_elements for array in inner.arrays) for name, inner in fused.items()}
     needed = {name: float(size) if fused[name].is_root else 0.0 for name, size in sizes.items()}
     for name in reversed(fused):

@@ -139,10 +139,7 @@ def _rows_of_run(rows: Iterable[Any]) -> list[_Row]:
 
 
 def _of_rows(rows: Sequence[_Row], source: str) -> Network:
-    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one.
-
-    They are the rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
-    """
+    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
     curves: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
     for kind, ranks, size, seconds in rows:
         if kind in KINDS:
@@ -155,6 +152,7 @@ def _of_rows(rows: Sequence[_Row], source: str) -> Network:
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
     kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
+    # The rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
     *smaller, (size, seconds) = found[kind][ranks]
     bytes_per_s = bus_factor(kind, ranks) * size / seconds
     if bytes_per_s > _FASTEST_GB_PER_S * GB:

@@ -39,9 +39,6 @@ def network_of(
     A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
     None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
     ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
-
-    Raises:
-        ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
@@ -99,10 +96,7 @@ class Cluster(NamedTuple):
         return tuple(int(side) for side in self.target.topology.split("x") if int(side) > 1) if is_torus else ()
 
     def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
-        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes.
-
-        If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
-        """
+        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes."""
         groups = [fsdp, tp, self.target.num_devices // (fsdp * tp)]
         for kinds in itertools.product(range(3), repeat=len(self.torus)):
             sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
@@ -110,7 +104,7 @@ class Cluster(NamedTuple):
                 # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
                 over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
                 return (over_fsdp, over_tp, over_dp), True
-        return (3 if tp == 1 else 2, 1, 1), False
+        return (3 if tp == 1 else 2, 1, 1), False  # FSDP has two and TP one, or FSDP alone all three
 
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
@@ -131,11 +125,7 @@ def cluster_of(
     target: Target, dtype: str, *, flops_per_s: float | None = None, memory_bytes: float | None = None,
     gb_per_s: float | None = None, **network: Any,
 ) -> Cluster:  # fmt: skip
-    """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes.
-
-    Raises:
-        ValueError: If a number is out of range, or the chip has no published peak for the dtype.
-    """
+    """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
     if target.platform == "tpu" and (given := network.get("host_gb_per_s")) is not None:

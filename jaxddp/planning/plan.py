@@ -111,11 +111,7 @@ class TrainingJob:
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
-    """Plans a job, for ``json.dumps``: bytes and tokens rounded up, missing answers None.
-
-    Raises:
-        ValueError: If no tokens are given and no batch is compute-bound.
-    """
+    """Plans a job, for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
     workload, cluster, chip, network = job.workload, job.cluster, job.cluster.target.chip, job.cluster.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
@@ -202,11 +198,9 @@ def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Bucket
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
-    """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call.
-
-    It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
-    the whole, is all-reduced over the R replicas.
-    """
+    """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call."""
+    # It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
+    # the whole, is all-reduced over the R replicas.
     rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
     shared, part = (1, job.fsdp) if job.stage else (2, 1)
     seconds_per_byte = shared * ring(job.fsdp) / rates.fsdp_bytes_per_s
