@@ -19,7 +19,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,27 +66,9 @@ def compile_jitted(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    within = getattr(jitted.trace(*args, **kwargs), "traced", None)  # of nnx.jit, whose arguments are models
-    if isinstance(within, jax.stages.Traced):
-        jitted, args, kwargs = *_of_arrays(within), {}
-    if not isinstance(jitted, jax.stages.Wrapped):
-        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
         is_read_early = target.platform == "tpu" and " " not in folder  # at which libtpu's options are divided
         return _start(target, jitted, args, kwargs, mesh, folder if is_read_early else "").result()
-
-
-def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """A traced function as one of its arrays alone, and these."""
-    params: Any = traced._params  # no public name has shardings
-    jitted = jax.jit(
-        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
-        out_shardings=list(params["out_shardings"]),
-        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
-    )  # fmt: skip
-    return jitted, [
-        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
-    ]
 
 
 def _start(
@@ -98,25 +79,32 @@ def _start(
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
     devices()  # lowering asks for one
+    traced = jitted.trace(*args, **kwargs)
+    traced = getattr(traced, "traced", traced)  # of nnx.jit
+    if not isinstance(traced, jax.stages.Traced):
+        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
+    # As a function of arrays, because classes of the caller's trees may be unknown to the child.
+    params: Any = traced._params  # no public name has shardings and options
+    donated = [place for place, is_donated in enumerate(params["donated_invars"]) if is_donated]
+    of_arrays = jax.jit(
+        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
+        out_shardings=list(params["out_shardings"]), donate_argnums=tuple(donated),
+    )  # fmt: skip
+    arrays = [
+        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
+    ]
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*args, **kwargs)
-    # Flat trees, because classes of the caller's trees may be unknown to the child.
-    flat = replace(
-        exported,
-        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
-        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
-    )
-    traced = jitted.trace(*args, **kwargs)
+    exported = export.export(of_arrays, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*arrays)
     topology, environment = _topology(target)
     request = {
         "disabled_plugins": superseded_plugins(),
         "topology": topology,
-        "exported": flat.serialize(),
+        "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
-        "donate_argnums": list(traced.donate_argnums),  # of the flat arguments
-        "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
+        "donate_argnums": donated,
+        "compiler_options": dict(params.get("compiler_options_kvs", ())),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
         "text_folder": text_folder,
     }
