@@ -248,26 +248,31 @@ class _Reader:
             is_conditional=instruction.opcode == "conditional",
         )  # fmt: skip
 
-    def _group(self, instruction: Instruction) -> tuple[int, ...]:
-        printed = instruction.attributes.partition("replica_groups=")[2]
+    def _group(self, collective: Instruction) -> tuple[int, ...]:
+        """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
+        printed = collective.attributes.partition("replica_groups=")[2]
         if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
-            sizes = [int(size) for size in axes.values()]
-            chosen = [list(axes).index(axis) for axis in re.findall(r"'([^']+)'", mesh.group(2))]
-            others = [dim for dim in range(len(sizes)) if dim not in chosen]
+            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+            sizes, chosen = (
+                [*map(int, axes.values())],
+                [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])],
+            )
+            order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
             count = math.prod(sizes[dim] for dim in chosen)
-            return tuple(_devices(sizes).transpose(others + chosen).reshape(-1, count)[0].tolist())
-        if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
-            dims = [int(dim) for dim in iota.group(3).split(",")]
-            order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else range(len(dims))
-            return tuple(_devices(dims).transpose(*order).reshape(-1, int(iota.group(2)))[0].tolist())
-        if listed := re.match(r"\{\{([\d,]+)\}", printed):
-            return tuple(int(device) for device in listed.group(1).split(","))
-        if pairs := _pairs(instruction):
-            return tuple(sorted({device for pair in pairs for device in pair}))
-        if printed and not printed.startswith("{}"):
-            self.counter.note(f"collective {instruction.name}: group not understood, all devices are assumed")
-        return tuple(range(self.num_devices))
+        elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
+            sizes, count = [*map(int, iota[3].split(","))], int(iota[2])
+            order = [*map(int, iota[4].split(","))] if iota[4] else [*range(len(sizes))]
+        else:
+            if listed := re.match(r"\{\{([\d,]+)\}", printed):
+                return tuple(map(int, listed[1].split(",")))
+            if pairs := _pairs(collective):
+                return tuple(sorted({device for pair in pairs for device in pair}))
+            if printed and not printed.startswith("{}"):
+                self.counter.note(f"collective {collective.name}: group not understood, all devices are assumed")
+            return tuple(range(self.num_devices))
+        if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
+            raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
+        return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
@@ -342,13 +347,6 @@ def _full_bytes(collective: Instruction) -> int:
     # The other operands of a ragged exchange are its output, offsets and sizes.
     sent = collective.operands[:1] if kind == "ragged-all-to-all" else collective.operands
     return sum(collective.computation[name].num_bytes for name in sent if name in collective.computation)
-
-
-def _devices(sizes: list[int]) -> np.ndarray:
-    """The devices of a mesh by number; a damaged text may name more than fit into memory."""
-    if (count := math.prod(sizes)) > _MOST_DEVICES:
-        raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
-    return np.arange(count).reshape(sizes)
 
 
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
