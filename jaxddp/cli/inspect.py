@@ -165,9 +165,8 @@ def training_of(spec: str) -> Any:
         raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
-        raise ValueError(
-            f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
-        )
+        wanted = "(loss_fn, optimizer, params, batch), and a dict of options if any"
+        raise ValueError(f"trainer (={spec}) must give {wanted}")
     return (*made, {})[:5]
 
 

@@ -57,8 +57,7 @@ class Found(NamedTuple):
 class Collectives:
     """All collectives of one call of a program; printed, it is a table."""
 
-    # in the order of the schedule; collectives of one device, which send nothing, are left out
-    found: tuple[Found, ...]
+    found: tuple[Found, ...]  # in the order of the schedule, without those of one device, which send nothing
     num_devices: int  # that it was compiled for
     notes: tuple[str, ...] = ()  # what could not be read, in words
 

@@ -141,13 +141,19 @@ def inspect(
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network
     check_kind("network", network, Network, "a jaxddp.Network")
-    given = _checked([strategies] if isinstance(strategies, (str, Strategy)) else strategies, bucket_mb, options)
     shapes = {"params": params, "batch": batch, "model_state": model_state}
     for name, tree in shapes.items():
         check_leaves(name, named_leaves(tree))
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(machine.spec), **options)
-    trainers = {name: _trainer(whole, one, bucket_mb) for name, one in given.items()}
-    return _inspect(trainers, whole, tuple(map(shapes_of, shapes.values())), machine, network, say)
+    strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
+    return _inspect(
+        _trainers(whole, strategies, bucket_mb, options),
+        whole,
+        tuple(map(shapes_of, shapes.values())),
+        machine,
+        network,
+        say,
+    )
 
 
 def _inspect(
@@ -197,10 +203,13 @@ def _check_fits(target: targets.Target, what: str, needed: int) -> None:
         )
 
 
-def _checked(strategies: Any, bucket_mb: float | None, options: Mapping[str, Any]) -> dict[str, str | Strategy]:
-    """The strategies by the names that they have in tables."""
+def _trainers(
+    whole: Trainer, strategies: Any, bucket_mb: float | None, options: Mapping[str, Any]
+) -> dict[str, Trainer]:
+    """A trainer for each strategy, by the names that they have in tables; ``whole`` for AUTO."""
     check_kind("strategies", strategies, Sequence, "names or strategies")
     given: dict[str, str | Strategy] = {}
+    found = {AUTO: whole}
     for one in strategies:
         check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
         name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
@@ -208,21 +217,15 @@ def _checked(strategies: Any, bucket_mb: float | None, options: Mapping[str, Any
             raise ValueError(f"strategies (={name}, twice) must have different names")
         if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
+        if name != AUTO:
+            cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
+            found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)
     if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {next(iter(given))!r}")
     if AUTO in given and options:
         raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(options))}")
-    return given
-
-
-def _trainer(whole: Trainer, one: str | Strategy, bucket_mb: float | None) -> Trainer:
-    if one == AUTO:
-        return whole
-    if isinstance(one, str):
-        has_cap = bucket_mb is not None and is_bucketed(one)
-        one = make_strategy(one, **({"bucket_mb": bucket_mb} if has_cap else {}))
-    return whole.with_strategy(one)
+    return {name: found[name] for name in given}
 
 
 def _start_auto(trainer: Trainer, state: TrainState, batch: Any) -> targets.Pending:

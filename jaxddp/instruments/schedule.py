@@ -40,8 +40,7 @@ class Collective:
 
     kind: str  # one of COLLECTIVE_KINDS
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
-    # devices of the first group that takes part; of a permutation, all that send or receive
-    group: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
     kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
@@ -82,9 +81,7 @@ class Operation:
     phase: str = "forward"  # one of PHASES
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
-    # name of the operation whose collective it waits for: its own if the collective is synchronous; empty if it does
-    # not wait
-    waits_for: str = ""
+    waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
     body: tuple[Operation, ...] = ()  # operations of a loop or call that communicates
     trips: int = 1  # number of iterations of the body
     is_loop: bool = False  # whether the body is a loop's
@@ -101,8 +98,7 @@ class Operation:
 class Overlap:
     """How a step's gradient collectives overlap its backward."""
 
-    # share of the backward's FLOPs issued before the first gradient collective starts; None without one
-    first_start_fraction: float | None
+    first_start_fraction: float | None  # share of the backward's FLOPs issued before the first one; None without one
     bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
     bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
     num_bytes: int  # bytes of all gradient collectives
@@ -135,10 +131,8 @@ class Schedule:
 
     def backward_end(self) -> int:
         """Position after the backward's last arithmetic; 0 without a backward."""
-        backward = (
-            place for place, op in enumerate(self.operations, 1) if op.phase == "backward" and op.total_work.flops
-        )
-        return max(backward, default=0)
+        places = enumerate(self.operations, 1)
+        return max((place for place, op in places if op.phase == "backward" and op.total_work.flops), default=0)
 
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
@@ -201,9 +195,8 @@ class _Reader:
     def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        if opcode in ("while", "call") and any(
-            _kind(one) or one.opcode in ("send", "recv") for one in instruction.within()
-        ):
+        is_body = opcode in ("while", "call")
+        if is_body and any(_kind(one) or one.opcode in ("send", "recv") for one in instruction.within()):
             trips = self.counter.trips(instruction, "its collectives are")
             body = sum(map(self.read, instruction.called), ())
             return make(body=body, trips=trips, is_loop=opcode == "while")

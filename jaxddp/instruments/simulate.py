@@ -98,9 +98,8 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
             if sent := one.starts:
                 start = max(now, network_free_s)
                 end_s[one.name] = network_free_s = start + sent.seconds(network)
-                spans.append(
-                    Span(one.name, "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name)
-                )
+                ran = "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name
+                spans.append(Span(one.name, *ran))
             now = max(now, end_s.get(one.waits_for, 0.0))
 
     run(schedule.operations)

@@ -46,10 +46,8 @@ class TrainingJob:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
         if self.num_devices % (self.fsdp * self.tp):
-            raise ValueError(
-                f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {self.num_devices} devices of "
-                f"{self.cluster.target.spec}"
-            )
+            whole = f"{self.num_devices} devices of {self.cluster.target.spec}"
+            raise ValueError(f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {whole}")
         rule = "at least" if self.sequence_length == 1 else "a multiple of"
         is_multiple = self.sequence_length == 1 or (self.tokens or 0) % self.pieces == 0
         if self.tokens is not None and not (self.tokens >= self.pieces and is_multiple):
