@@ -63,9 +63,8 @@ def _network(arguments: argparse.Namespace) -> tuple[Network | None, str]:
     if arguments.target is None and arguments.network_file is None:
         return None, "no network: --target or --network-file would give the curve"
     machine = target(arguments.target or "h100:8")  # of which a file replaces all that is used here
-    network = network_of(
-        machine, arguments.network_gb_per_s, latency_us=arguments.latency_us, file=arguments.network_file
-    )
+    given = {"latency_us": arguments.latency_us, "file": arguments.network_file}
+    network = network_of(machine, arguments.network_gb_per_s, **given)
     return network, network_in_words(machine, network)
 
 

@@ -157,9 +157,7 @@ def _text_of(program: Any) -> Any:
         raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
-def _read(
-    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Callable[..., Any]
-) -> Iterator[Found]:
+def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any) -> Iterator[Found]:
     """Gives the collectives of operations that run so many times in one call."""
     done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
     for place, one in enumerate(operations):

@@ -203,9 +203,7 @@ def _check_fits(target: targets.Target, what: str, needed: int) -> None:
         )
 
 
-def _trainers(
-    whole: Trainer, strategies: Any, bucket_mb: float | None, options: Mapping[str, Any]
-) -> dict[str, Trainer]:
+def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options: Any) -> dict[str, Trainer]:
     """A trainer for each strategy, by the names that they have in tables; ``whole`` for AUTO."""
     check_kind("strategies", strategies, Sequence, "names or strategies")
     given: dict[str, str | Strategy] = {}

@@ -90,9 +90,8 @@ def _start(
         core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
         out_shardings=list(params["out_shardings"]), donate_argnums=tuple(donated),
     )  # fmt: skip
-    arrays = [
-        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
-    ]
+    given: Any = traced._meta_tys_flat
+    arrays = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in given]
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
     exported = export.export(of_arrays, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*arrays)
@@ -117,9 +116,8 @@ def _start(
 def check_installed(target: Target) -> None:
     """Raises a TargetError if no compiler for a target is installed, or its chip can only be planned for."""
     if target.chip.name not in (*_GPUS, "v5p"):
-        raise TargetError(
-            f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
-        )
+        known = ", ".join([*_GPUS, "v5p"])
+        raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
     is_gpu = target.platform == "gpu"
     found = {
         "the CUDA compiler" if is_gpu else "the TPU compiler": cuda_plugins() if is_gpu else find_spec("libtpu"),

@@ -41,7 +41,7 @@ _OF_XLA = re.compile(
 )
 _OF_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+)|gloo:(\w+)|nccl:(\w+)", re.IGNORECASE)
 _PRODUCT = re.compile(
-    r"gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s", re.I
+    r"(?i)gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s"
 )
 _COPY = re.compile(r"mem(cpy|set)|copy|__amd_rocclr", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|attention|attn", re.IGNORECASE)

@@ -185,9 +185,8 @@ def _bytes(instruction: Instruction) -> float:
         return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
     if instruction.attribute("custom_call_target").startswith(_WITH_WORKSPACE):
         written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
-    return float(
-        sum(_memory_bytes(instruction.computation[name].shape) for name in set(instruction.operands)) + written
-    )
+    read = {operand.name: _memory_bytes(operand.shape) for operand in instruction.inputs}
+    return float(sum(read.values()) + written)
 
 
 def _fusion_bytes(fusion: Instruction) -> float:

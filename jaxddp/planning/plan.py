@@ -148,9 +148,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "step_s": step and {**step._asdict(), "step_s": step.step_s},
         "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
         "buckets": buckets and buckets._asdict(),  # best of a micro-batch's gradients
-        "traffic_bytes_per_step": {
-            name: _whole(_traffic_bytes(job, name, num_microbatches)) for name in formulas.STRATEGIES
-        },
+        "traffic_bytes_per_step": {name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
         "assumptions": {
             **asdict(job.assumptions),
             "state_bytes_per_param": job.held._asdict(),
@@ -208,7 +206,7 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
 
 
-def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> float:
+def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
     """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
     # Others reduce the accumulated sum.
     reduced: Literal["every", "once"] = "every" if strategy in ("zero2", "zero3") else "once"
@@ -216,7 +214,7 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> fl
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     units = gradients * element_bytes + parameters * param_bytes
-    return units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks
+    return _whole(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
