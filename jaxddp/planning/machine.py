@@ -77,23 +77,10 @@ class Cluster(NamedTuple):
     target: Target  # its chip has the rates and the memory to plan with
     network: Network  # what a device sends; on a torus, over one of its axes
     dtype: str  # of matrix products, activations and communication
-    is_by_hand: bool = False  # whether the chip's FLOP/s were given
-
-    @property
-    def products(self) -> str:
-        """The dtype in which a device multiplies."""
-        return self.target.chip.matmul_float32 if self.dtype == "float32" else self.dtype
-
-    @property
-    def flops_per_s(self) -> float:
-        """Peak of a device."""
-        return self.target.chip.flops_per_s[self.products]
-
-    @property
-    def torus(self) -> tuple[int, ...]:
-        """The sides of the torus; empty on GPUs."""
-        is_torus = self.target.platform == "tpu"
-        return tuple(int(side) for side in self.target.topology.split("x") if int(side) > 1) if is_torus else ()
+    products: str  # the dtype in which a device multiplies
+    flops_per_s: float  # its peak
+    torus: tuple[int, ...]  # sides; empty on GPUs
+    is_by_hand: bool  # whether the peak was given
 
     def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
         """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes."""
@@ -143,4 +130,7 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    return Cluster(replace(target, chip=chip), found, dtype, is_by_hand=flops_per_s is not None)
+    sides = target.topology.split("x") if target.platform == "tpu" else ()
+    torus = tuple(int(side) for side in sides if int(side) > 1)
+    is_by_hand = flops_per_s is not None
+    return Cluster(replace(target, chip=chip), found, dtype, key, chip.flops_per_s[key], torus, is_by_hand)

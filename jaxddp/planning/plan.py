@@ -27,7 +27,7 @@ _TABLE_TOKENS = 4096  # rows of the largest measured products
 _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingJob:
     """What to plan: a model on a cluster. A ValueError if numbers are out of range, or do not divide each other."""
 
@@ -45,9 +45,25 @@ class TrainingJob:
         for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
-        if self.num_devices % (self.fsdp * self.tp):
-            whole = f"{self.num_devices} devices of {self.cluster.target.spec}"
+        num_devices = self.cluster.target.num_devices
+        if num_devices % (self.fsdp * self.tp):
+            whole = f"{num_devices} devices of {self.cluster.target.spec}"
             raise ValueError(f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {whole}")
+        self.num_devices, self.num_data_ranks = num_devices, num_devices // self.tp  # X R work on different tokens
+        self.dp = self.num_data_ranks // self.fsdp  # R
+        self.least_tokens = self.num_data_ranks * self.sequence_length
+        self.pieces = self.least_tokens * (self.accumulation_steps or 1)  # of which a step has a multiple
+        self.gathers = self.stage == 3 and self.fsdp > 1  # parameters, in every micro-batch
+        # Groups that gather parameters, split matrices and reduce gradients.
+        self.ranks = (self.fsdp, self.tp, self.dp) if self.gathers else (1, self.tp, self.num_data_ranks)
+        # Gathers of the forward are held against it, or sums of gradients against the backward.
+        passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
+        element_bytes = dtype_bytes(self.cluster.dtype)
+        self.assumptions = Assumptions(passes, ring_factors=not self.cluster.torus, element_bytes=element_bytes)
+        self.held = self.per_parameter
+        if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
+            optimizer = self.held.optimizer - FP32.parameter
+            self.held = self.held._replace(parameter=FP32.parameter, optimizer=optimizer)
         rule = "at least" if self.sequence_length == 1 else "a multiple of"
         is_multiple = self.sequence_length == 1 or (self.tokens or 0) % self.pieces == 0
         if self.tokens is not None and not (self.tokens >= self.pieces and is_multiple):
@@ -55,57 +71,6 @@ class TrainingJob:
                 f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
                 f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
             )
-
-    @property
-    def num_devices(self) -> int:
-        """N."""
-        return self.cluster.target.num_devices
-
-    @property
-    def num_data_ranks(self) -> int:
-        """X R, the number of groups that work on different tokens."""
-        return self.num_devices // self.tp
-
-    @property
-    def dp(self) -> int:
-        """R, the number of replicas."""
-        return self.num_data_ranks // self.fsdp
-
-    @property
-    def held(self) -> PerParameter:
-        """Bytes per parameter at this stage: stage 3 casts masters when it gathers them, so it holds no copies."""
-        has_masters = self.per_parameter.optimizer > FP32.optimizer  # beside AdamW's moments
-        if self.stage < 3 or not has_masters:
-            return self.per_parameter
-        master = FP32.parameter
-        return self.per_parameter._replace(parameter=master, optimizer=self.per_parameter.optimizer - master)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered in every micro-batch."""
-        return self.stage == 3 and self.fsdp > 1
-
-    @property
-    def assumptions(self) -> Assumptions:
-        """What is compared: gathers in the forward, or sums of gradients in the backward; a ring's share on GPUs."""
-        passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
-        element_bytes = dtype_bytes(self.cluster.dtype)
-        return Assumptions(passes, ring_factors=not self.cluster.torus, element_bytes=element_bytes)
-
-    @property
-    def ranks(self) -> tuple[int, int, int]:
-        """Sizes of the groups that gather parameters, split matrices and reduce gradients."""
-        return (self.fsdp, self.tp, self.dp) if self.gathers else (1, self.tp, self.num_data_ranks)
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of the smallest step: one sequence per data rank."""
-        return self.num_data_ranks * self.sequence_length
-
-    @property
-    def pieces(self) -> int:
-        """Tokens of which a step has a multiple."""
-        return self.least_tokens * (self.accumulation_steps or 1)
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:

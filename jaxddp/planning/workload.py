@@ -28,9 +28,9 @@ that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
     flops_per_token: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload:
     """Counts of one model; elements are per token of a forward."""
 
@@ -63,21 +63,11 @@ class Workload:
     moved_unfused_per_token: int = 0
     recomputed: float = 0.0  # share of the forward's products that the backward computes again
 
-    @cached_property
-    def tensor_elements(self) -> tuple[int, ...]:
-        """Elements of each parameter, in forward order."""
-        return tuple(math.prod(shape) for _, shape in self.tensors)
-
-    @cached_property
-    def num_params(self) -> int:
-        """Elements of all parameters."""
-        return sum(self.tensor_elements)
-
-    @cached_property
-    def unit_params(self) -> tuple[int, ...]:
-        """Elements of each unit, in forward order."""
+    def __post_init__(self) -> None:
+        self.tensor_elements = [math.prod(shape) for _, shape in self.tensors]  # of each parameter, in forward order
+        self.num_params = sum(self.tensor_elements)
         sizes = iter(self.tensor_elements)
-        return tuple(sum(next(sizes) for _ in range(count)) for count in self.unit_tensors)
+        self.unit_params = [sum(itertools.islice(sizes, count)) for count in self.unit_tensors]  # of each unit
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
