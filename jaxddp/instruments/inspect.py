@@ -35,9 +35,9 @@ LEARNING_RATE = 1e-3
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inspection:
-    """One strategy's step on a target."""
+    """One strategy's step on a target, ``compiled`` and ``as_planned`` or not; ``title`` has target and network."""
 
     strategy: str
     target: targets.Target
@@ -49,30 +49,18 @@ class Inspection:
     memory: dict[str, int]  # bytes of each device, by component
     is_held_as_planned: bool = True  # whether the program's parameters and optimizer state have these bytes
 
-    @property
-    def title(self) -> str:
-        """Target and network in words."""
-        products = " and ".join(self.product_dtypes) or "no products"
-        return f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
-
-    @property
-    def product_dtypes(self) -> dict[str, float]:
-        """FLOPs of the matrix products by the dtype in which the chip multiplies, most first."""
-        found: Counter[str] = Counter()
+    def __post_init__(self) -> None:
+        self.compiled = self.schedule.gradient_collectives()  # sorted (kind, bytes)
+        # None if nothing was planned.
+        is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
+        self.as_planned = None if self.strategy == AUTO else is_same
+        found: Counter[str] = Counter()  # FLOPs of the products by the dtype in which the chip multiplies, most first
         for kind, flops in self.schedule.work().matmul_flops.items():
             dtype, count = product_dtype(kind, self.target.chip)
             found[dtype if count == 1 else f"{count} x {dtype}"] += flops  # type: ignore[assignment]
-        return dict(found.most_common())
-
-    @property
-    def compiled(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of the compiled gradient collectives."""
-        return self.schedule.gradient_collectives()
-
-    @property
-    def as_planned(self) -> bool | None:
-        """Whether compiled collectives and state are the planned ones; None if nothing was planned."""
-        return None if self.strategy == AUTO else sorted(self.planned) == self.compiled and self.is_held_as_planned
+        self.product_dtypes: dict[str, float] = dict(found.most_common())
+        products = " and ".join(self.product_dtypes) or "no products"
+        self.title = f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
 
     @property
     def notes(self) -> list[str]:

@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "optimizer")
 _MOST_DEVICES = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collective:
     """One collective."""
 
@@ -49,31 +49,22 @@ class Collective:
     source: str = ""  # file:line of the code that asked for it; empty if not printed
     is_conditional: bool = False  # whether it is in a branch, which may not run
 
+    def __post_init__(self) -> None:
+        self.is_metrics = METRICS_SCOPE in self.op_name  # reduces the loss and metrics instead of gradients
+        self.is_model_state = MODEL_STATE_SCOPE in self.op_name  # one by which ranks agree on the model's state
+        # The strategy's, not of metrics, model state, the loss function or axes that are not of ranks. One of a single
+        # device sends nothing; XLA leaves it where check_vma asks for it.
+        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
+        is_named = SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
+        self.is_gradients = is_named and len(self.group) != 1
+
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
         groups = [pair for pair in self.pairs if pair[0] != pair[1]] if self.pairs else [self.group]
         return max((network.seconds(self.kind, self.num_bytes, group) for group in groups), default=0.0)
 
-    @property
-    def is_metrics(self) -> bool:
-        """Whether it reduces the loss and metrics instead of gradients."""
-        return METRICS_SCOPE in self.op_name
 
-    @property
-    def is_model_state(self) -> bool:
-        """Whether it is one by which ranks agree on the model's state."""
-        return MODEL_STATE_SCOPE in self.op_name
-
-    @property
-    def is_gradients(self) -> bool:
-        """Whether it is the strategy's, not of metrics, model state, the loss function or axes of other than ranks."""
-        if len(self.group) == 1:  # sends nothing; XLA leaves it where check_vma asks for it
-            return False
-        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
-        return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Operation:
     """One instruction of a schedule."""
 
@@ -88,10 +79,8 @@ class Operation:
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
-    @property
-    def total_work(self) -> Work:
-        """Its work plus that of its body, over all trips."""
-        return self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
+    def __post_init__(self) -> None:  # its work plus that of its body, over all trips
+        self.total_work: Work = self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
 
 
 @dataclass(frozen=True)

@@ -109,19 +109,17 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
     return Simulation(tuple(spans), step_s, compute_s, busy_s, step_s - compute_s)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bound:
-    """The terms of the bound, in seconds."""
+    """The terms of the bound, in seconds, and the bound itself, ``step_s``."""
 
     compute_s: float  # the whole step
     forward_s: float  # its forward
     first_gradient_s: float  # the least backward time before any gradient is finished
     all_reduce_s: float  # one all-reduce of all gradient bytes
 
-    @property
-    def step_s(self) -> float:
-        """The bound."""
-        return max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
+    def __post_init__(self) -> None:
+        self.step_s = max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
 
 
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: float, num_devices: int) -> Bound:

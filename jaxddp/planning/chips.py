@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chip:
     """One kind of device."""
 
@@ -33,15 +33,11 @@ class Chip:
     devices_per_host: int  # of a full host
     is_measured: bool = False  # whether ``products.py`` has measured rates for it that count in place of its peaks
 
-    @property
-    def matmul_float32(self) -> str:
-        """Key of ``flops_per_s`` for a float32 matrix product at default precision."""
-        return "tf32" if self.platform == "gpu" else "bfloat16"
-
-    @property
-    def pool_bytes(self) -> float:
-        """What JAX takes of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set: three quarters on GPUs."""
-        return self.memory_bytes * (0.75 if self.platform == "gpu" else 1.0)
+    def __post_init__(self) -> None:
+        is_gpu = self.platform == "gpu"
+        self.matmul_float32 = "tf32" if is_gpu else "bfloat16"  # the dtype of its products at default precision
+        # What JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
+        self.pool_bytes = self.memory_bytes * (0.75 if is_gpu else 1.0)
 
 
 def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
@@ -100,7 +96,7 @@ def chip_of(device_kind: str) -> Chip:
     raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """Devices that programs are compiled for."""
 
@@ -108,28 +104,13 @@ class Target:
     num_hosts: int
     devices_per_host: int
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of all hosts."""
-        return self.num_hosts * self.devices_per_host
-
-    @property
-    def platform(self) -> str:
-        """``"gpu"`` or ``"tpu"``."""
-        return self.chip.platform
-
-    @property
-    def spec(self) -> str:
-        """The canonical spec."""
-        is_one = self.platform == "tpu" or self.num_hosts == 1
-        return f"{self.chip.name}:{self.num_devices if is_one else f'{self.num_hosts}x{self.devices_per_host}'}"
-
-    @property
-    def topology(self) -> str:
-        """The shape as the compiler names it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
-        if self.platform == "tpu":
-            return _TOPOLOGIES[self.chip.name][self.num_devices]
-        return f"1x{self.num_hosts}x{self.devices_per_host}"
+    def __post_init__(self) -> None:
+        name, hosts, devices = self.chip.name, self.num_hosts, self.devices_per_host
+        self.platform, self.num_devices = self.chip.platform, hosts * devices
+        is_tpu = self.platform == "tpu"
+        self.spec = f"{name}:{self.num_devices if is_tpu or hosts == 1 else f'{hosts}x{devices}'}"
+        # As the compiler names it: the torus, or slices x hosts x devices.
+        self.topology = _TOPOLOGIES[name][self.num_devices] if is_tpu else f"1x{hosts}x{devices}"
 
 
 def target(spec: str) -> Target:
