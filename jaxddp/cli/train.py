@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..processes.job import find_job
-from ..sizes import SIZES, TransformerConfig
+from ..sizes import SIZES
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Corpus
@@ -39,7 +39,7 @@ def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(def
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainOptions:
     """What to train and how: each field is a flag. A ValueError if a number is out of range or a name unknown."""
 
@@ -93,25 +93,18 @@ class TrainOptions:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
         if self.devices is not None:
             self.check_batch_size(self.devices)
+        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
+        if self.model not in readable:
+            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
+        self.config = SIZES[self.model]
+        # What must be alike in all processes of a run.
+        self.fingerprint = {name: value for name, value in asdict(self).items() if name not in _PATHS}
 
     def check_batch_size(self, num_ranks: int) -> None:
         """Raises a ValueError if the batch does not divide evenly."""
         if self.batch_size % (num_ranks * self.microbatches):
             pieces = f"devices x microbatches (={num_ranks} x {self.microbatches})"
             raise ValueError(f"batch_size (={self.batch_size}) must be divisible by {pieces}")
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The options that must be alike in all processes of a run."""
-        return {name: value for name, value in asdict(self).items() if name not in _PATHS}
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model's sizes; a ValueError if no model of that name reads bytes."""
-        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
-        if self.model not in readable:
-            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
-        return SIZES[self.model]
 
     def is_due(self, step: int) -> bool:
         """Whether a validation and a checkpoint follow this step."""

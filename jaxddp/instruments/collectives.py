@@ -53,7 +53,7 @@ class Found(NamedTuple):
     is_conditional: bool = False  # whether it is in a branch of a lax.cond, which may not run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collectives:
     """All collectives of one call of a program; printed, it is a table."""
 
@@ -61,15 +61,10 @@ class Collectives:
     num_devices: int  # that it was compiled for
     notes: tuple[str, ...] = ()  # what could not be read, in words
 
-    @property
-    def pairs(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of every one; those of a loop once per iteration."""
-        return sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the full buffers of all of them."""
-        return sum(one.num_bytes * one.times for one in self.found)
+    def __post_init__(self) -> None:
+        # Sorted (kind, bytes) of every one, those of a loop once per iteration; bytes of the full buffers of all.
+        self.pairs = sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
+        self.num_bytes = sum(num_bytes for _, num_bytes in self.pairs)
 
     def in_loops(self, kind: str = "") -> list[Found]:
         """Those in a loop; of one kind if it is given."""

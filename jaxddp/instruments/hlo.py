@@ -49,7 +49,7 @@ class Array(NamedTuple):
         return self.num_elements * (1 if self.dtype == "pred" else dtype_bytes(self.dtype))
 
 
-@dataclass(slots=True)
+@dataclass
 class Instruction:
     """One line of a program."""
 
@@ -62,6 +62,12 @@ class Instruction:
     is_root: bool
     computation: Computation = field(compare=False, repr=False)  # that it is in
     computations: dict[str, Computation] = field(compare=False, repr=False)  # of the program, by name
+
+    def __post_init__(self) -> None:
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        self.op_name = found.group(1) if found else ""  # JAX's name stack
+        names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
+        self.called_names = [name.strip().removeprefix("%") for name in names]  # of computations
 
     @property
     def inputs(self) -> list[Instruction]:
@@ -77,18 +83,6 @@ class Instruction:
     def num_bytes(self) -> int:
         """Bytes of the result."""
         return sum(array.num_bytes for array in self.arrays)
-
-    @property
-    def op_name(self) -> str:
-        """JAX's name stack; empty if there is none."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
-
-    @property
-    def called_names(self) -> list[str]:
-        """Names of the computations that it calls."""
-        names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
-        return [name.strip().removeprefix("%") for name in names]
 
     @property
     def called(self) -> list[Computation]:
