@@ -183,7 +183,7 @@ def profile_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
             dist.barrier()  # the profiler takes longer to start on some ranks than on others
             run.take(PROFILED)
         trace = read_trace(folder)
-    kinds, devices = trace.kinds(), len(trace.devices)
+    kinds, devices = trace.kinds(), len(trace.overlaps())
     busy_us = sum(own_us for _, own_us in kinds.values())
     return {
         "kernels": round(sum(count for count, _ in kinds.values()) / PROFILED / devices),

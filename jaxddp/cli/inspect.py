@@ -208,6 +208,10 @@ def _object(inspection: Any) -> dict[str, Any]:
     from ..planning.products import rates_in_words
 
     overlap, simulation, network = inspection.schedule.overlap(), inspection.simulation, inspection.network
+    times = {
+        "step": simulation.step_s, "compute": simulation.compute_s, "comm": simulation.communication_s,
+        "exposed": simulation.exposed_s, "lower_bound": inspection.bound.step_s,
+    }  # fmt: skip
     return {
         "strategy": inspection.strategy,
         "target": inspection.target.spec,
@@ -223,11 +227,7 @@ def _object(inspection: Any) -> dict[str, Any]:
         "bytes_started_after_backward": overlap.bytes_started_after_backward,
         "bytes_in_flight_during_backward": overlap.bytes_in_flight,
         "first_start_fraction": overlap.first_start_fraction,
-        "step_ms": simulation.step_s * 1e3,
-        "compute_ms": simulation.compute_s * 1e3,
-        "comm_ms": simulation.communication_s * 1e3,
-        "exposed_ms": simulation.exposed_s * 1e3,
-        "lower_bound_ms": inspection.bound.step_s * 1e3,
+        **{f"{name}_ms": seconds * 1e3 for name, seconds in times.items()},
         "memory": inspection.memory,
         "notes": inspection.notes,
     }

@@ -105,11 +105,6 @@ class Trace:
     events: tuple[Event, ...]  # of all devices, in any order
     notes: tuple[str, ...] = ()  # what could not be read, in words
 
-    @property
-    def devices(self) -> list[str]:
-        """Their names, sorted; those of accelerators as XLA has them, ``/device:GPU:0``."""
-        return sorted({event.device for event in self.events})
-
     def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
         """Each event with the parts of its time in which no other ran inside of it."""
         lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -127,8 +122,9 @@ class Trace:
         return {kind: (len(own), sum(own)) for kind, own in by_time}
 
     def overlaps(self) -> dict[str, Overlap]:
-        """How each device computed and communicated."""
-        spent: dict[str, tuple[list[Any], list[Any]]] = {one: ([], []) for one in self.devices}
+        """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
+        devices = sorted({event.device for event in self.events})
+        spent: dict[str, tuple[list[Any], list[Any]]] = {device: ([], []) for device in devices}
         for event, parts in self.own_us():
             spent[event.device][event.is_collective].extend(parts)
         found = {}
