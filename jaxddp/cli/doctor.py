@@ -1,7 +1,6 @@
 """``python -m jaxddp doctor``: what this machine has for training, and what will not work.
 
-Each framework is asked in a short process of its own: a missing driver, a GPU that another process holds and a broken
-install are then lines of the report, and this process holds no GPU.
+Each framework is asked in a process of its own: what breaks it is a line of the report, and no GPU is held.
 """
 
 from __future__ import annotations

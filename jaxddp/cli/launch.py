@@ -1,11 +1,8 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
 They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. torchrun starts the same scripts; this needs no torch, listens to no other host, and leaves nothing behind that
-they have started.
-
-In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
-script.
+its own. This needs no torch, listens to no other host, and leaves nothing behind that they have started. In a job of
+several processes, which srun, torchrun or mpirun has started, each process becomes the script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share.
-
-No framework is imported before the command runs.
-"""
+"""``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel.
-
-A step trains on ``batch_size x context`` tokens, split evenly over the ranks. The loop over steps is ``take_steps`` in
-``train.py``. ``torchref/cli/train_program.py`` is the twin.
-"""
+"""The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel by ``take_steps``."""
 
 from __future__ import annotations
 

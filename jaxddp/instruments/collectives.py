@@ -107,15 +107,6 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     Raises:
         ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> import jaxddp
-        >>> by_rank = NamedSharding(jaxddp.data_mesh(4), P("data"))
-        >>> x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=by_rank)
-        >>> collectives(lambda x: x.sum(0), x).pairs
-        [('all-reduce', 12)]
     """
     mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):

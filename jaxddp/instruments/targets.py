@@ -1,9 +1,8 @@
 """Machines that are not here: meshes that stand for them, and programs compiled for them.
 
 A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
-process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. No
-device of this machine is used. A thread waits for the child, which ends when this process does: a pipe that both hold
-is then closed.
+process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. The
+child ends when this process does: a pipe that both hold is then closed.
 
 The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
 which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
@@ -224,15 +223,7 @@ def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> 
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
-    """Builds the mesh of a target, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``.
-
-    Raises:
-        ValueError: As ``target`` and ``data_mesh``.
-
-    Example:
-        >>> dict(mesh("h100:4x8").shape)
-        {'data': 32}
-    """
+    """Builds a target's mesh, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``."""
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
     register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())

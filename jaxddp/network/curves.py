@@ -50,12 +50,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks; raises a ValueError if a number is out of range.
-
-    Example:
-        >>> round(Network(gb_per_s=50, latency_us=15).seconds("all-reduce", 10**9, range(8)), 6)
-        0.035015
-    """
+    """What connects the ranks; raises a ValueError if a number is out of range."""
 
     gb_per_s: float  # 10^9 bytes per second that a rank can send within its host
     latency_us: float = DEFAULT_LATENCY_US  # per all-reduce call; other collectives have half of it

@@ -33,10 +33,6 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
-
-    Example:
-        >>> round(measured("h100:8").seconds("all-reduce", 2**20, range(8)) * 1e6, 1)
-        51.9
     """
     parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
     if parts is None:
@@ -74,7 +70,6 @@ def from_file(path: str | Path) -> Network:
 
     Raises:
         ValueError: If it holds no such rows, a single size, or times that do not grow.
-        OSError: If it cannot be read.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
