@@ -1,6 +1,6 @@
 """What all command lines share: running a command, and errors in one line.
 
-A command is a module with ``add_parser(commands)``, whose parser's default ``run`` gives the exit status if it is not 0.
+A command is a module with ``add_parser(commands)``; its ``run(arguments)`` gives the exit status if it is not 0.
 """
 
 from __future__ import annotations

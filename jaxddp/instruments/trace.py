@@ -51,6 +51,9 @@ _ITEMSIZES = {
 }  # fmt: skip
 
 
+_Stats = Mapping[str, Any]  # what a profile of JAX says of an event beside its times
+
+
 class Event(NamedTuple):
     """A kernel, a copy or a collective on a device."""
 
@@ -67,17 +70,6 @@ class Event(NamedTuple):
     def is_collective(self) -> bool:
         """Whether it communicates."""
         return self.kind not in (PRODUCTS, ATTENTION, COPIES, OTHERS)
-
-
-class _Raw(NamedTuple):
-    """An event as a profile of JAX has it, whose device is a plane."""
-
-    device: str
-    line: str
-    name: str
-    start_us: float
-    for_us: float
-    stats: Mapping[str, Any]
 
 
 class Overlap(NamedTuple):
@@ -189,7 +181,7 @@ def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
 
     data = file.read_bytes()
     return _of_jax([
-        _Raw(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
+        _event(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes
         for line in plane.lines if _is_read(plane.name, line.name) for event in line.events
     ], data)  # fmt: skip
@@ -208,12 +200,12 @@ def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     named = [each for each in events if each.get("ph") == "M"]
     planes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
     lines = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
-    raw = (
-        _Raw(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
-             each.get("dur", 0.0), each.get("args", {}))
+    found = (
+        _event(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
+               each.get("dur", 0.0), each.get("args", {}))
         for each in complete
     )  # fmt: skip
-    return _of_jax([each for each in raw if _is_read(each.device, each.line)], b"")
+    return _of_jax([one for one in found if _is_read(one[0].device, one[0].line)], b"")
 
 
 def _is_read(plane: str, line: str) -> bool:
@@ -223,25 +215,29 @@ def _is_read(plane: str, line: str) -> bool:
     return line in ("XLA Ops", "Async XLA Ops") if plane.startswith("/device:TPU:") else plane == "/host:CPU"
 
 
-def _of_jax(raw: Sequence[_Raw], data: bytes) -> tuple[list[Event], list[str]]:
+def _event(plane: str, line: str, name: str, start_us: float, for_us: float, stats: _Stats) -> tuple[Event, _Stats]:
+    kind = _kind(name, str(stats.get("hlo_op", name)))
+    return Event(plane, line, name, start_us, start_us + for_us, kind), stats
+
+
+def _of_jax(events: Sequence[tuple[Event, _Stats]], data: bytes) -> tuple[list[Event], list[str]]:
     """Leaves what the host does out; without accelerators, the devices are those of XLA on CPUs."""
-    ran = [each for each in raw if each.device.startswith("/device:")] or [
-        each._replace(device=f"CPU {each.stats.get('device_ordinal', 0)}") for each in raw if "hlo_op" in each.stats
-    ]
-    programs, notes = _programs(data, {_program(each.stats) for each in ran})
-    return [_of_xla(each, programs.get(_program(each.stats), {})) for each in ran], notes
+    ran = [(event, stats) for event, stats in events if event.device.startswith("/device:")] or [
+        (event._replace(device=f"CPU {stats.get('device_ordinal', 0)}"), stats)
+        for event, stats in events if "hlo_op" in stats
+    ]  # fmt: skip
+    programs, notes = _programs(data, {_program(stats) for _, stats in ran})
+    known = (programs.get(_program(stats), {}).get(str(stats.get("hlo_op", event.name))) for event, stats in ran)
+    return [_with_operation(event, one) for (event, _), one in zip(ran, known, strict=True)], notes
 
 
-def _of_xla(raw: _Raw, program: Mapping[str, Operation]) -> Event:
-    op = str(raw.stats.get("hlo_op", raw.name))
-    event = Event(raw.device, raw.line, raw.name, raw.start_us, raw.start_us + raw.for_us, _kind(raw.name, op))
-    known = program.get(op)
+def _with_operation(event: Event, known: Operation | None) -> Event:
     if known is None or event.kind == COPIES:
         return event
     if known.starts is None:
         return event._replace(kind=PRODUCTS) if known.total_work.matmul_flops else event
     one = known.starts
-    return event._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
+    return event._replace(name=known.name, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
 
 
 def _kind(name: str, op: str = "") -> str:
