@@ -176,7 +176,7 @@ def profile_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
         trace = read_trace(folder)
     kinds, overlaps = trace.kinds(), trace.overlaps().values()
     return {
-        "kernels": round(sum(count for count, _ in kinds.values()) / PROFILED / len(trace.devices)),
+        "kernels": round(sum(count for count, _ in kinds.values()) / PROFILED / len(overlaps)),
         "products_share": kinds.get(PRODUCTS, (0, 0.0))[1] / sum(own_us for _, own_us in kinds.values()),
         "exposed_ms": max(one.exposed_us for one in overlaps) / PROFILED / 1e3,
         "span_ms": max(one.span_us for one in overlaps) / PROFILED / 1e3,

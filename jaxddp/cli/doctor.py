@@ -1,7 +1,6 @@
 """``python -m jaxddp doctor``: what this machine has for training, and what will not work.
 
-Each framework is asked in a short process of its own: a missing driver, a GPU that another process holds and a broken
-install are then lines of the report, and this process holds no GPU.
+Each framework is asked in a process of its own: what breaks it is a line of the report, and no GPU is held.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -86,9 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = list(examine())
     if arguments.json:
         print(json.dumps([line._asdict() for line in lines]))
-    else:
-        for line in lines:
-            print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
+    for line in [] if arguments.json else lines:
+        print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
     return int(any(line.status == FAIL for line in lines))
 
 
@@ -98,10 +95,13 @@ def examine() -> Iterator[Line]:
     yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
     gpus, driver = environment.gpus(), environment.driver_version()
     yield from _gpu_lines(gpus, driver)
-    asked = {framework: ask(framework) for framework in _ASK}
-    for framework, answer in asked.items():
-        yield _framework_line(framework, answer, len(gpus), driver)
-    yield from _library_lines(asked)
+    for framework in _ASK:
+        yield _framework_line(framework, ask(framework), len(gpus), driver)
+    for owners, file in environment.shared_libraries().items():
+        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
+    if len(plugins := [name for name in environment.cuda_wheels() if name.startswith("jax-cuda")]) > 1:
+        advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
+        yield Line("libraries", " and ".join(plugins), advice, FAIL)
     yield _job_line()
     yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
@@ -123,11 +123,8 @@ def ask(framework: str) -> dict[str, Any] | str:
 
 
 def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
-    if driver is None:
-        yield Line("driver", "unknown" if gpus else "no NVIDIA driver")
-        return
-    yield Line("driver", f"NVIDIA {driver}")
-    if not gpus:
+    yield Line("driver", f"NVIDIA {driver}" if driver else "unknown" if gpus else "no NVIDIA driver")
+    if driver and not gpus:
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
     for name, count in Counter(gpu.name for gpu in gpus).items():
@@ -139,41 +136,21 @@ def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line
 
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Line:
     major = int(driver.split(".")[0]) if driver else 0
-    newest = max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)
-    fitting = f"install .[cuda{newest}]"
+    fitting = f"install .[cuda{max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)}]"
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
             return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
         return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
-    found, cuda = answer["devices"], max(answer["cuda"], default=None)
+    found, cuda = answer["devices"], max(answer["cuda"], default=0)
     libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
     said = f"{answer['version']} on {len(found)} x {found[0]}{libraries}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        if cuda is not None and major < _OLDEST_DRIVER.get(cuda, 0):
-            return Line(framework, said, f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER[cuda]} on: {fitting}", FAIL)
-        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {fitting}", FAIL)
+        is_old = major < _OLDEST_DRIVER.get(cuda, 0)
+        needs = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER.get(cuda)} on"
+        return Line(framework, said, f"{needs if is_old else f'it finds none of {num_gpus} GPUs'}: {fitting}", FAIL)
     if answer["platform"] == "gpu" and len(found) < num_gpus:
         return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
     return Line(framework, said)
-
-
-def _library_lines(asked: dict[str, dict[str, Any] | str]) -> Iterator[Line]:
-    """CUDA's wheels: two for one file, two plugins for JAX, one CUDA for each framework."""
-    wheels, shared = environment.cuda_wheels(), environment.shared_libraries()
-    for owners, file in shared.items():
-        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
-    plugins = [name for name in wheels if name.startswith("jax-cuda")]
-    if len(plugins) > 1:
-        advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
-        yield Line("libraries", " and ".join(plugins), advice, FAIL)
-    of = {name: answer["cuda"] for name, answer in asked.items() if isinstance(answer, dict) and answer["cuda"]}
-    on_gpus = all(isinstance(answer, dict) and answer["platform"] == "gpu" for answer in asked.values())
-    if on_gpus and len({max(majors) for majors in of.values()}) > 1:
-        each = ", ".join(f"{name} CUDA {max(majors)}" for name, majors in of.items())
-        yield Line("libraries", each, "compare them on one: install .[cuda12] or .[cuda13]", NOTE)
-    used = [f"{name} {version}" for name, version in sorted(wheels.items()) if re.match("nvidia-(nccl|cudnn)-", name)]
-    if used and not shared:
-        yield Line("libraries", ", ".join(used))
 
 
 def _job_line() -> Line:
@@ -192,8 +169,7 @@ def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
     yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
     shared = Path("/dev/shm")
     if shared.exists():
-        stat = os.statvfs(shared)
-        free_bytes = stat.f_bavail * stat.f_frsize
+        free_bytes = shutil.disk_usage(shared).free
         small = len(gpus) > 1 and free_bytes < _GIB
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more" if small else ""
         yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of {shared} free", advice, NOTE if small else OK)

@@ -57,7 +57,7 @@ def test_a_machine_on_which_all_is_well(machine):
     assert said["jaxddp"].endswith(" 16 of 208 cores for this process")
     assert said["JAX"] == f"0.10.2 on 8 x {H100}"
     assert said["torch"] == f"2.13.0 on 8 x {H100}, nccl 2.29.7"
-    assert said["libraries"] == "nvidia-nccl-cu13 2.29.7"
+    assert "libraries" not in said
 
 
 CPU = {"version": "0.10.2", "platform": "cpu", "devices": ["cpu"], "cuda": []}
@@ -73,7 +73,6 @@ NCCLS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
         ({"torch": "No module named 'torch'"}, NOTE, "torch", "torchref needs it: install .[torch]"),
         ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, FAIL, "JAX",
          "JAX must start here: reinstall it, or end what holds the GPUs"),
-        ({"jax": JAX | {"cuda": [12]}}, NOTE, "libraries", "compare them on one: install .[cuda12] or .[cuda13]"),
         ({"shared": {NCCLS: "libnccl.so.2"}}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
         ({"wheels": {"jax-cuda12-plugin": "1", "jax-cuda13-plugin": "1"}}, FAIL, "libraries",
          "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"),

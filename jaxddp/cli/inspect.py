@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from datetime import datetime
 from functools import partial
@@ -12,9 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import check_integer
-from .quiet import import_jax_on_cpu
+from ..communication.buckets import MIB
+from ..table import count_kinds, paragraph, table
+from .quiet import import_jax
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
+_HEADS = (
+    "strategy", "planned", "compiled", "check", "volume\nMiB", "first\nstart", "in\nflight", "late", "compute\nms",
+    "comm\nms", "exposed\nms", "step\nms", "step\n/ bound", "peak\nGB",
+)  # fmt: skip
+_LEGEND = (
+    "AR all-reduce, RS reduce-scatter, AG all-gather. First start: share of the backward's FLOPs done before the first "
+    "collective. In flight: share of the volume that starts while the backward still computes; late: after it. "
+    "Exposed: step - compute. Peak: memory of one device"
+)
+_CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
 def add_parser(commands: Any) -> None:
@@ -61,16 +74,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspects what the options ask for, and shows it.
+    """Inspects what the options ask for, and shows it."""
+    import_jax()  # late, so that the help needs no JAX
+    import jax
 
-    Raises:
-        ValueError: If the options do not fit together, or the step does not fit the target.
-        OSError: If a file cannot be read or written.
-    """
-    import_jax_on_cpu()  # late, so that the help needs no JAX
-    from .inspect_console import as_json, show
     from .inspect_trace import show_trace
 
+    jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
         of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
         _check_left_out(arguments, "trace", "is what ran", *of_compiling)
@@ -92,19 +102,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _inspected(arguments: argparse.Namespace) -> list[Any]:
-    from ..instruments.inspect import inspect_steps
-    from ..planning.machine import network_of
-    from ..planning.machine import target as machine_of
+    from ..instruments.inspect import inspect
+    from ..planning.machine import network_of, target
 
-    target = machine_of(arguments.target or "h100:8", peaks=arguments.peaks)
+    machine = target(arguments.target or "h100:8", peaks=arguments.peaks)
     # A given speed is that of the slowest link.
-    of_link = "host_gb_per_s" if target.num_hosts > 1 and target.platform == "gpu" else "gb_per_s"
+    of_link = "host_gb_per_s" if machine.num_hosts > 1 and machine.platform == "gpu" else "gb_per_s"
     speed = {of_link: arguments.network_gb_per_s}
-    network = network_of(target, **speed, latency_us=arguments.latency_us, file=arguments.network_file)
+    network = network_of(machine, **speed, latency_us=arguments.latency_us, file=arguments.network_file)
+    loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
-    say = (lambda text: None) if arguments.json else partial(print, flush=True)
-    training = _training(arguments, target.num_devices)
-    return inspect_steps(strategies, training, target, network, bucket_mb=arguments.bucket_mb, say=say)
+    return inspect(
+        loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks,
+        network=network, bucket_mb=arguments.bucket_mb,
+        say=(lambda text: None) if arguments.json else partial(print, flush=True), **options,
+    )  # fmt: skip
 
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> Any:
@@ -140,8 +152,6 @@ def _check_left_out(arguments: argparse.Namespace, option: str, why: str, *names
 
 def training_of(spec: str) -> Any:
     """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
-    from ..instruments.inspect import Training
-
     module, _, function = spec.partition(":")
     if not module or not function:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
@@ -155,10 +165,82 @@ def training_of(spec: str) -> Any:
         raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
-        raise ValueError(
-            f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options if any"
-        )
-    options = dict(made[4]) if len(made) == 5 else {}
-    model_state = options.pop("model_state", None)
-    loss_fn, optimizer, params, batch = made[:4]
-    return Training(loss_fn, optimizer, params, batch, options, model_state)
+        wanted = "(loss_fn, optimizer, params, batch), and a dict of options if any"
+        raise ValueError(f"trainer (={spec}) must give {wanted}")
+    return (*made, {})[:5]
+
+
+def show(inspections: list[Any], model: str, folder: Path | None) -> None:
+    """Prints the table and the picture's folder; ``model`` is a model's name or a training's."""
+    from ..planning.products import rates_in_words
+
+    first = inspections[0]
+    print(paragraph(f"{model} on {first.title}"))
+    print(paragraph(rates_in_words(first.target.chip)))
+    found = [_object(each) for each in inspections]
+    # Four significant figures for the longest step.
+    digits = max(0, 3 - math.floor(math.log10(max(each["step_ms"] for each in found))))
+    print(f"\n{table(_HEADS, [_cells(each, digits) for each in found], left=('check',))}\n")
+    bound, chip = first.bound, first.target.chip
+    terms = bound.step_s, bound.compute_s, bound.forward_s, bound.first_gradient_s, bound.all_reduce_s
+    step, compute, forward, gradient, all_reduce = (f"{seconds * 1e3:.{digits}f}" for seconds in terms)
+    print(paragraph(
+        f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
+        f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
+    ))  # fmt: skip
+    pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
+    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
+    for each in found:
+        for note in each["notes"]:
+            print(paragraph(f"{each['strategy']}: {note}"))
+    if folder is not None:
+        print(f"\n{folder}: timeline.png")
+
+
+def as_json(inspections: list[Any]) -> dict[str, Any]:
+    """The first inspection as one object, with the others in its list ``compare``."""
+    first, *others = map(_object, inspections)
+    return {**first, "compare": others}
+
+
+def _object(inspection: Any) -> dict[str, Any]:
+    from ..planning.machine import network_in_words
+    from ..planning.products import rates_in_words
+
+    overlap, simulation, network = inspection.schedule.overlap(), inspection.simulation, inspection.network
+    times = {
+        "step": simulation.step_s, "compute": simulation.compute_s, "comm": simulation.communication_s,
+        "exposed": simulation.exposed_s, "lower_bound": inspection.bound.step_s,
+    }  # fmt: skip
+    return {
+        "strategy": inspection.strategy,
+        "target": inspection.target.spec,
+        "devices": inspection.target.num_devices,
+        "network_gb_per_s": network.host_gb_per_s or network.gb_per_s,
+        "network": network_in_words(inspection.target, network),
+        "latency_us": network.latency_us,
+        "rates": rates_in_words(inspection.target.chip),
+        "product_dtypes": inspection.product_dtypes,
+        "planned": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.planned],
+        "compiled": [{"kind": kind, "bytes": num_bytes} for kind, num_bytes in inspection.compiled],
+        "as_planned": inspection.as_planned,
+        "bytes_started_after_backward": overlap.bytes_started_after_backward,
+        "bytes_in_flight_during_backward": overlap.bytes_in_flight,
+        "first_start_fraction": overlap.first_start_fraction,
+        **{f"{name}_ms": seconds * 1e3 for name, seconds in times.items()},
+        "memory": inspection.memory,
+        "notes": inspection.notes,
+    }
+
+
+def _cells(found: dict[str, Any], digits: int) -> list[str]:
+    planned, compiled = ([(one["kind"], one["bytes"]) for one in found[name]] for name in ("planned", "compiled"))
+    total, first = sum(num_bytes for _, num_bytes in compiled), found["first_start_fraction"]
+    shares = (found["bytes_in_flight_during_backward"], found["bytes_started_after_backward"])
+    return [
+        found["strategy"], "-" if found["as_planned"] is None else count_kinds(planned), count_kinds(compiled),
+        _CHECKS[found["as_planned"]], f"{total / MIB:.1f}", "-" if first is None else f"{first:.0%}",
+        *(f"{share / (total or 1):.0%}" for share in shares),
+        *(f"{found[f'{name}_ms']:.{digits}f}" for name in ("compute", "comm", "exposed", "step")),
+        f"{found['step_ms'] / found['lower_bound_ms']:.3f}", f"{found['memory']['peak'] / 1e9:.1f}",
+    ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from jaxddp.__main__ import main
 from jaxddp.cli.conftest import assert_refused
-from jaxddp.planning.chips import CHIPS
+from jaxddp.planning.chips import CHIPS, target
 from jaxddp.planning.machine import network_in_words
 
 INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
@@ -50,9 +50,14 @@ def test_json_is_one_object_with_every_key_and_a_picture_is_written(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch, capsys):
-    monkeypatch.setattr("jaxddp.instruments.inspect.inspect_steps", lambda *args, **options: args)
-    monkeypatch.setattr("jaxddp.cli.inspect_console.as_json", lambda args: seen.append(args))
+    """What ``inspect`` is given for some options: the parameters, and the options."""
     seen = []
+
+    def inspect(loss_fn, optimizer, params, batch, strategies, **options):
+        seen.append((params, options))
+
+    monkeypatch.setattr("jaxddp.instruments.inspect.inspect", inspect)
+    monkeypatch.setattr("jaxddp.cli.inspect.as_json", lambda found: found)
 
     def given(*options):
         as_json(capsys, TINY, *options)
@@ -62,14 +67,15 @@ def asked(monkeypatch, capsys):
 
 
 def test_bfloat16_is_of_copies_that_the_loss_takes(asked):
-    half, whole = (asked("--dtype", dtype)[1] for dtype in ("bf16", "f32"))
-    assert (half.options, whole.options) == ({"compute_dtype": "bfloat16"}, {})
-    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("float32")}
+    """``test_the_bound_is_below_a_step_that_sends_less_than_the_bytes_of_the_parameters`` compiles such a step."""
+    (params, half), (_, whole) = (asked("--dtype", dtype) for dtype in ("bf16", "f32"))
+    assert half["compute_dtype"] == "bfloat16" and "compute_dtype" not in whole
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
 def test_several_hosts_take_the_given_network_between_them(asked):
     all_options = "", "--target h100:2x4", "--target h100:2x4 --network-gb-per-s 5", "--target h100:2x4 --latency-us 0"
-    networks = [asked("--peaks", options)[3] for options in all_options]
+    networks = [asked("--peaks", options)[1]["network"] for options in all_options]
     chip = CHIPS["h100"]
     speeds = [network.host_gb_per_s or network.gb_per_s for network in networks]
     assert speeds == [chip.link_gb_per_s, chip.host_link_gb_per_s, 5.0, chip.host_link_gb_per_s]
@@ -78,7 +84,8 @@ def test_several_hosts_take_the_given_network_between_them(asked):
 
 def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
     all_options = "", "--network-file measured", "--latency-us 15", "--peaks", "--target h100:2x4"
-    found = {options: network_in_words(*asked(options)[2:4]) for options in all_options}
+    given = {options: asked(options)[1] for options in all_options}
+    found = {options: network_in_words(target(one["target"]), one["network"]) for options, one in given.items()}
     assert found[""] == found["--network-file measured"]
     assert found["--latency-us 15"] == found["--peaks"]
     assert found["--peaks"].startswith("network, assumed: 450 GB/s a device as published")

@@ -24,12 +24,7 @@ _LEGEND = (
 
 
 def show_trace(arguments: argparse.Namespace) -> None:
-    """Reads the profile and prints tables or one JSON object; writes the file for ``--network-file`` if asked.
-
-    Raises:
-        ValueError: If it is no profile, has no collectives, or options do not fit.
-        OSError: If a file cannot be read or written.
-    """
+    """Reads the profile and prints tables or one JSON object; writes the file for ``--network-file`` if asked."""
     network, words = _network(arguments)
     trace = read_trace(arguments.trace)
     kinds, devices, collectives = trace.kinds(), trace.overlaps(), trace.collectives()
@@ -47,7 +42,7 @@ def show_trace(arguments: argparse.Namespace) -> None:
         "kinds": {kind: {"events": count, "us": us} for kind, (count, us) in kinds.items()},
         "collectives": rows,
         "network": words,
-        "notes": [*trace.notes, *_assumed(rows, network)],
+        "notes": [*trace.notes, *sorted({row.pop("assumed") for row in rows} - {""})],
     }
     if arguments.json:
         print(json.dumps(found))
@@ -68,26 +63,20 @@ def _network(arguments: argparse.Namespace) -> tuple[Network | None, str]:
     if arguments.target is None and arguments.network_file is None:
         return None, "no network: --target or --network-file would give the curve"
     machine = target(arguments.target or "h100:8")  # of which a file replaces all that is used here
-    network = network_of(
-        machine, arguments.network_gb_per_s, latency_us=arguments.latency_us, file=arguments.network_file
-    )
+    given = {"latency_us": arguments.latency_us, "file": arguments.network_file}
+    network = network_of(machine, arguments.network_gb_per_s, **given)
     return network, network_in_words(machine, network)
 
 
 def _row(one: Alike, network: Network | None) -> dict[str, Any]:
     is_known = network is not None and None not in (one.num_bytes, one.num_ranks) and one.kind in KINDS
-    curve_us = network.seconds(one.kind, one.num_bytes, range(one.num_ranks)) * 1e6 if is_known else None  # type: ignore
+    asked: Any = one.kind, one.num_bytes, range(one.num_ranks or 0)
+    curve_us = network.seconds(*asked) * 1e6 if network and is_known else None
     return {
         "kind": one.kind, "bytes": one.num_bytes, "ranks": one.num_ranks, "times": len(one.times_us),
         "median_us": median(one.times_us), "shortest_us": min(one.times_us), "curve_us": curve_us,
+        "assumed": network.assumed(*asked) if network and curve_us else "",
     }  # fmt: skip
-
-
-def _assumed(rows: list[dict[str, Any]], network: Network | None) -> list[str]:
-    """What of the curve was not measured."""
-    sent = [row for row in rows if row["curve_us"] and network]
-    why = [network.assumed(row["kind"], row["bytes"], range(row["ranks"])) for row in sent]  # type: ignore
-    return sorted({*filter(None, why)})
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -22,16 +22,12 @@ class Signalled(Exception):
 
 @contextmanager
 def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
-    """Gives the numbers of ``SIGNALS`` that come to the main thread, which do not end it; ignored ones stay so.
-
-    Where several processes train together (``is_in_job``), JAX notes SIGTERM for all of them
-    (``multihost_utils.reached_preemption_sync_point``), and the other signals are passed on to it.
-    """
+    """Gives the numbers of ``SIGNALS`` that come to the main thread, which do not end it; ignored ones stay so."""
     received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
-        if is_in_job:
+        if is_in_job:  # JAX notes SIGTERM for all processes: multihost_utils.reached_preemption_sync_point
             signal.raise_signal(signal.SIGTERM)
 
     before = {}

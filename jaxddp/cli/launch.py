@@ -1,11 +1,8 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
 They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. torchrun starts the same scripts; this needs no torch, listens to no other host, and leaves nothing behind that
-they have started.
-
-In a job of several processes, which srun, torchrun or mpirun has started, it starts none: each process becomes the
-script.
+its own. This needs no torch, listens to no other host, and leaves nothing behind that they have started. In a job of
+several processes, which srun, torchrun or mpirun has started, each process becomes the script.
 """
 
 from __future__ import annotations
@@ -61,32 +58,21 @@ def add_parser(commands: Any) -> None:
         "mpirun has started, each process runs the script.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them"
-    )
-    parser.add_argument(
-        "--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others waiting, "
-        "before all end with status 5 (default: what the script says, or 600)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
-        "times; for programs that go on from their checkpoints (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them")
+    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
+        "(default: %(default)s)")  # fmt: skip
+    add("--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others "
+        "waiting, before all end with status 5 (default: what the script says, or 600)")  # fmt: skip
+    add("--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
+        "times; for programs that go on from their checkpoints (default: %(default)s)")  # fmt: skip
+    add("script", help="a Python file")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them; in a job of several processes, becomes the script.
-
-    Raises:
-        ValueError: If there is no such script, or the number of ranks is not positive, not given, or not the job's.
-    """
+    """Starts the processes and waits for them; in a job of several processes, becomes the script."""
     if not Path(arguments.script).is_file():
         raise ValueError(f"script (={arguments.script!r}) must be a file")
     if arguments.stuck_s is not None:
@@ -111,14 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
     """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
-    Args:
-        command: A script or ``-m module``, and its arguments.
-        num_processes: How many.
-        log_dir: Folder for a log of each process, of which process 0 alone is shown; if None all are shown.
-        max_restarts: How often all processes are started again after one has failed, but not after a signal.
-
-    Raises:
-        ValueError: If ``num_processes`` is not positive, or ``max_restarts`` negative.
+    Each has a log in ``log_dir``, and process 0 alone is shown; if that is None all are shown. All are started again
+    after one has failed, but not after a signal, at most ``max_restarts`` times.
     """
     check_integer("num_processes", num_processes)
     check_integer("max_restarts", max_restarts, 0)
@@ -166,12 +146,9 @@ class _Processes:
                 reader.start()
 
     def wait(self) -> tuple[int, bool]:
-        """Waits for all; after the first failure, and however this ends, ends the others.
+        """Waits for all, and ends the others after the first failure; the exit status, and whether a signal came.
 
         Signals of schedulers are passed on to the processes, which end by themselves.
-
-        Returns:
-            The exit status, and whether a signal came.
         """
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:

@@ -1,7 +1,6 @@
 """What all command lines share: running a command, and errors in one line.
 
-A command is a module with ``add_parser(commands)``, which adds an argparse parser whose default ``run`` is a function
-``(arguments) -> int | None``, the exit status if it is not 0. It imports slow modules only when it runs: help is fast.
+A command is a module with ``add_parser(commands)``; its ``run(arguments)`` gives the exit status if it is not 0.
 """
 
 from __future__ import annotations

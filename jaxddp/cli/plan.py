@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from ..arguments import check_integer
+from ..table import paragraph, table
 
 XXL, CUSTOM = "xxl", "custom"
 _DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
 _FEED_FORWARD = ("width", "hidden", "layers")
 _TRANSFORMER = ("vocab", "heads", "context")
 _PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
+_BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "latency_us", "file")
 
 
 def add_parser(commands: Any) -> None:
@@ -38,17 +41,17 @@ def add_parser(commands: Any) -> None:
         f"h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: {_DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
-    add("--stage", type=int, default=3, metavar="N", help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
+    add("--stage", type=int, default=3, choices=range(4), help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
         "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
         "compute-bound batch)")  # fmt: skip
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
         "communication (default: %(default)s)")  # fmt: skip
-    add("--attention", metavar="NAME", help="full: keeps the weights of the whole square; flash: computes "
+    add("--attention", choices=("full", "flash"), help="full: keeps the weights of the whole square; flash: computes "
         "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
-    add("--checkpointing", metavar="NAME", help="none; selective: the backward computes all but attention and "
-        "every second product again; full: the whole block (default: none)")  # fmt: skip
+    add("--checkpointing", choices=("none", "selective", "full"), help="selective: the backward computes all "
+        "but attention and every second product again; full: the whole block (default: none)")  # fmt: skip
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
         "to accumulate gradients (default: %(default)s)")  # fmt: skip
@@ -59,33 +62,51 @@ def add_parser(commands: Any) -> None:
     hardware("--peaks", action="store_true", help="published peaks of products, memory and links (default: what was "
              "measured of them, where it was)")  # fmt: skip
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
-    hardware("--link-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that a device can send within "
-             "its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
-    hardware("--host-link-gb-per-s", type=float, metavar="GB", help="the same to other hosts, on GPUs")
-    hardware("--network-file", metavar="FILE", help="measured collectives of a host, as for inspect; their rate and "
-             "latency replace --link-gb-per-s and --latency-us")  # fmt: skip
+    hardware("--link-gb-per-s", dest="gb_per_s", type=float, metavar="GB", help="10^9 bytes per second that a device "
+             "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
+    hardware("--host-link-gb-per-s", dest="host_gb_per_s", type=float, metavar="GB",
+             help="the same to other hosts, on GPUs")  # fmt: skip
+    hardware("--network-file", dest="file", metavar="FILE", help="measured collectives of a host, as for inspect; "
+             "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
     hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plans what the options ask for, and prints it.
-
-    Raises:
-        ValueError: If the options do not fit together, or a number is out of range.
-    """
+    """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
     from ..planning.plan import plan  # late, so that the help needs no NumPy
-    from .plan_console import as_json, show
 
-    found = plan(_job(arguments))
-    if arguments.json:
-        print(json.dumps(as_json(found, arguments.model), allow_nan=False))
-    else:
-        show(found, arguments.model)
+    found = {"model": arguments.model, **plan(_job(arguments))}
+    print(json.dumps(found, allow_nan=False) if arguments.json else as_text(found))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A plan as a table."""
+    rows = {name: value for name, value in found.items() if name not in ("target", "notes")}
+    notes = [paragraph(f"Note: {note}.") for note in found["notes"]]
+    return "\n".join([f"{found['model']} on {found['target']}\n", table(("", ""), [*_rows(rows)], left=("",)), *notes])
+
+
+def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterator[tuple[str, str]]:
+    """Names and numbers, in the unit that the name says, or that of the group which they are part of."""
+    for name, value in found.items():
+        is_time = name.endswith("_s") and not name.endswith("per_s")
+        of, words = "ms" if is_time else "bytes" if "bytes" in name else unit, name.replace("_", " ")
+        label = f"{indent}{words.removesuffix(' s') if is_time else words}"
+        if isinstance(value, Mapping):
+            yield label, ""
+            yield from _rows(value, f"{indent}  ", of)
+        elif value is None or isinstance(value, (str, bool)):
+            yield label, value if isinstance(value, str) else {None: "none", True: "yes", False: "no"}[value]
+        elif of == "ms":
+            yield label, f"{value * 1e3:.4g} ms"
+        elif of == "bytes" and value >= 1e5:
+            yield label, f"{value / 1e9:.2f} GB" if value >= 1e7 else f"{value / 1e6:.3g} MB"
+        else:
+            yield label, f"{value:,.{0 if value == int(value) else 3}f}"
 
 
 def _job(arguments: argparse.Namespace) -> Any:
-    from ..communication.buckets import dtype_bytes
     from ..planning import formulas
     from ..planning.machine import cluster_of, target
     from ..planning.plan import TrainingJob
@@ -98,24 +119,13 @@ def _job(arguments: argparse.Namespace) -> Any:
             check_integer(name, value)
     tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
     fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
-    cluster = cluster_of(
-        machine, arguments.dtype,
-        flops_per_s=arguments.flops_per_s,
-        memory_bytes=None if arguments.memory_gb is None else arguments.memory_gb * 1e9,
-        gb_per_s=arguments.link_gb_per_s,
-        host_gb_per_s=arguments.host_link_gb_per_s,
-        latency_us=arguments.latency_us,
-        file=arguments.network_file,
-    )  # fmt: skip
-    sums_only = (arguments.stage < 3 or fsdp == 1) and machine.num_devices > tp
-    assumptions = formulas.Assumptions(
-        passes="backward" if sums_only else "forward", ring_factors=not cluster.torus,
-        element_bytes=dtype_bytes(arguments.dtype),
-    )  # fmt: skip
+    memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
+    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
     states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
         workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
-        states[arguments.precision], assumptions, arguments.accumulation_steps,
+        states[arguments.precision], arguments.accumulation_steps,
     )  # fmt: skip
 
 

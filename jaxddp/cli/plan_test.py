@@ -4,7 +4,12 @@ import pytest
 
 from jaxddp.__main__ import main
 from jaxddp.cli.conftest import assert_refused
+from jaxddp.cli.plan import as_text
 from jaxddp.models import SIZES
+from jaxddp.planning.chips import target
+from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.plan import TrainingJob, plan
+from jaxddp.planning.workload import feed_forward, transformer
 
 KEYS = set(
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
@@ -91,7 +96,7 @@ BAD_INPUT = {
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
     "--attention flash": "--attention must come with a transformer, not with feed-forward blocks",
-    "--model xl --checkpointing some": "checkpointing (='some') must be one of none, selective, full",
+    "--checkpointing some": "argument --checkpointing: invalid choice: 'some'",
     "--host-link-gb-per-s 5": "host_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
     "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with --network-file",
 }
@@ -110,3 +115,66 @@ def test_attention_checkpointing_and_rates(capsys):
     assert kept[0] > kept[1] > kept[2] and square["step_s"]["step_s"] > flash["step_s"]["step_s"]
     assert peaks["assumptions"]["flops_per_s"] == 989.4e12 > square["assumptions"]["flops_per_s"]
     assert "by shape" in square["assumptions"]["rates"] and "assumed" in peaks["assumptions"]["rates"]
+
+
+XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
+XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
+
+
+def cluster(spec):
+    return cluster_of(target(spec), "bfloat16")
+
+
+PLANS = {
+    "book": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=16, tp=4)),
+    "too large": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=8, tokens=10_000)),
+    "no batch": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
+    "alone": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=1, tp=8)),
+    "small torus": plan(
+        TrainingJob(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128, accumulation_steps=4)
+    ),
+}
+
+
+def text_of(name):
+    return as_text({"model": "model", **PLANS[name]})
+
+
+def test_the_book_as_a_reader_sees_it():
+    text = text_of("book")
+    assert text.startswith("model on v5p:64\n\n")
+    found = {" ".join(line.split()) for line in text.splitlines()}
+    assert found >= {
+        "fits yes", "total 70.29 GB", "available 95.00 GB", "activations 11.83 GB", "accumulation steps 1",
+        "min devices 48", "compute bound yes", "min tokens 25,302", "compute 377.9 ms", "tokens 16,594",
+        "zero3 309.16 GB", "flops per s 460,000,000,000,000", "passes forward",
+    }  # fmt: skip
+    assert "Note" not in text
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_json_and_agrees_with_itself(name):
+    found = PLANS[name]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    parts = dict(found["bytes_per_device"])
+    total, available = parts.pop("total"), parts.pop("available")
+    assert abs(sum(parts.values()) - total) <= len(parts)  # each is rounded up
+    assert found["fits"] == (total < available)
+    assert (found["best_bucket_mb"] is None) == (found["buckets"] is None) == (name == "alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("too large", "fits no"),
+        ("too large", "accumulation steps none"),
+        ("too large", "Note: JAX takes 60.00 GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."),
+        ("no batch", "min tokens none"),
+        ("no batch", "Note: groups of 2 and 32 are not products of whole axes of 4x4x4: "),
+        ("alone", "buckets none"),
+        ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
+        ("small torus", "Note: every micro-batch gathers, so each has to be as large as a compute-bound batch."),
+    ],
+)
+def test_what_a_reader_must_know_is_said(name, said):
+    assert said in " ".join(text_of(name).split())

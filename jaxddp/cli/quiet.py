@@ -24,11 +24,3 @@ def import_jax() -> None:
 
         # The compilers for targets load them in processes of their own.
         plugins.disable_plugins(plugins.superseded_plugins() if plugins.has_device_files() else plugins.cuda_plugins())
-
-
-def import_jax_on_cpu() -> None:
-    """Imports JAX to compile for targets, which needs no accelerator."""
-    import_jax()
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")

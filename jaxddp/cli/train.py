@@ -1,7 +1,4 @@
-"""``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share.
-
-No framework is imported before the command runs.
-"""
+"""``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..processes.job import find_job
-from ..sizes import SIZES, TransformerConfig
+from ..sizes import SIZES
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Corpus
@@ -34,20 +31,14 @@ _NUM_BYTE_VALUES = 256
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
 
 
-def _flag(
-    default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Sequence[str] | None = None
-) -> Any:
+def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
     text = f"{text} (default: {shown})"
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainOptions:
-    """What to train and how. Each field is a flag of the command line.
-
-    Raises:
-        ValueError: If a number is out of range or a name unknown.
-    """
+    """What to train and how: each field is a flag. A ValueError if a number is out of range or a name unknown."""
 
     strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
     devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
@@ -85,9 +76,6 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        for one in fields(self):
-            if (choices := one.metadata.get("choices")) and given.get(one.name) not in (None, *choices):
-                raise ValueError(f"{one.name} (={given[one.name]!r}) must be one of {', '.join(choices)}")
         for name in given.keys() & {"devices", "processes", "steps", "batch_size", "microbatches"}:
             check_integer(name, given[name])
         for name in ("checkpoint_every", "max_restarts"):
@@ -102,31 +90,18 @@ class TrainOptions:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
         if self.devices is not None:
             self.check_batch_size(self.devices)
+        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
+        if self.model not in readable:
+            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
+        self.config = SIZES[self.model]
+        # What must be alike in all processes of a run.
+        self.fingerprint = {name: value for name, value in asdict(self).items() if name not in _PATHS}
 
     def check_batch_size(self, num_ranks: int) -> None:
         """Raises a ValueError if the batch does not divide evenly."""
         if self.batch_size % (num_ranks * self.microbatches):
-            raise ValueError(
-                f"batch_size (={self.batch_size}) must be divisible by devices x microbatches "
-                f"(={num_ranks} x {self.microbatches})"
-            )
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The options that must be alike in all processes of a run."""
-        return {name: value for name, value in asdict(self).items() if name not in _PATHS}
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model's sizes.
-
-        Raises:
-            ValueError: If no model of that name reads bytes.
-        """
-        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
-        if self.model not in readable:
-            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
-        return SIZES[self.model]
+            pieces = f"devices x microbatches (={num_ranks} x {self.microbatches})"
+            raise ValueError(f"batch_size (={self.batch_size}) must be divisible by {pieces}")
 
     def is_due(self, step: int) -> bool:
         """Whether a validation and a checkpoint follow this step."""
@@ -208,13 +183,7 @@ class Progress:
         return line if report.validation_loss is None else f"{line}  validation {_nats(report.validation_loss)}"
 
     def summary(self, planned: Sequence[tuple[str, int]], found: Sequence[tuple[str, int]], how: str) -> list[str]:
-        """Lines about a run that has taken all its steps.
-
-        Args:
-            planned: Collectives of gradients and parameters in a step: kind and bytes.
-            found: Those of the program, in any order.
-            how: It was compiled, or they were issued.
-        """
+        """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
         is_same = sorted(planned) == sorted(found)
         said = "the same" if is_same else f"{describe_collectives(found)}, NOT AS PLANNED"
         timings, first, last = summarize(self._seconds), self.reports[0], self.reports[-1]
@@ -244,9 +213,7 @@ def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict
 def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
     """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen.
 
-    Raises:
-        ValueError: If there is one and it is not asked for, or it is another program's, of another text or seed, or
-            between two batches of these options.
+    A ValueError if it is not asked for, is another program's, of another text or seed, or between two batches.
     """
     if folder is None:
         return 0
@@ -262,9 +229,8 @@ def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, sa
         raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
     for name in ("seed", "text_bytes", "text_crc32"):
         if here[name] != saved[name]:
-            raise ValueError(
-                f"{name} (={here[name]}) must be {saved[name]}, as in the checkpoint, to go on in the data"
-            )
+            given = f"{name} (={here[name]})"
+            raise ValueError(f"{given} must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     if (step := training.num_steps) >= options.steps:
@@ -278,10 +244,7 @@ def take_steps(
     options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
     say: Callable[[str], None], on_step: Callable[[StepReport], None],
 ) -> Progress:  # fmt: skip
-    """Trains up to the last step; all processes of a job take the same branches.
-
-    ``training`` is ``_Training`` of ``train_program.py``, here or in torchref, of which all processes call the same in
-    the same order.
+    """Trains up to the last step with the ``_Training`` of a program; all processes of a job take the same branches.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.

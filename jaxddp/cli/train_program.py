@@ -1,8 +1,4 @@
-"""The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel.
-
-A step trains on ``batch_size x context`` tokens, split evenly over the ranks. The loop over steps is ``take_steps`` in
-``train.py``. ``torchref/cli/train_program.py`` is the twin.
-"""
+"""The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel by ``take_steps``."""
 
 from __future__ import annotations
 
@@ -35,12 +31,8 @@ def train(
 ) -> list[StepReport]:
     """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
 
-    Returns the reports; none if a resumed run has already taken all its steps.
-
-    Raises:
-        ValueError: If the options do not fit together, the data, the machine or the checkpoint.
-        OSError: If the data cannot be read, or a checkpoint cannot be written.
-        FloatingPointError, ReplicaError, Signalled: As ``take_steps``.
+    Returns the reports; none if a resumed run has already taken all its steps. Raises as ``take_steps``, and a
+    ValueError if the options do not fit together, the data, the machine or the checkpoint.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)

@@ -61,7 +61,7 @@ def test_every_option_is_a_flag(monkeypatch):
     monkeypatch.setattr("jaxddp.cli.train.find_job", lambda: type("Job", (), {"process_id": 0}))  # starts no processes
     kinds = {one.name: one.metadata for one in fields(TrainOptions) if one.name != "resume"}
     examples = {name: {int: 2, float: 1.5}.get(of["type"], (of["choices"] or ["x"])[-1]) for name, of in kinds.items()}
-    everything = examples | {"batch_size": 12, "resume": True}
+    everything = examples | {"batch_size": 12, "model": "lm_9m", "resume": True}
     assert len(everything) == 21
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in everything.items() if name != "resume"]
     assert main(["train"]) == main(["train", "--resume", *arguments]) == 0

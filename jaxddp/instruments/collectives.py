@@ -53,24 +53,18 @@ class Found(NamedTuple):
     is_conditional: bool = False  # whether it is in a branch of a lax.cond, which may not run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collectives:
     """All collectives of one call of a program; printed, it is a table."""
 
-    # in the order of the schedule; collectives of one device, which send nothing, are left out
-    found: tuple[Found, ...]
+    found: tuple[Found, ...]  # in the order of the schedule, without those of one device, which send nothing
     num_devices: int  # that it was compiled for
     notes: tuple[str, ...] = ()  # what could not be read, in words
 
-    @property
-    def pairs(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of every one; those of a loop once per iteration."""
-        return sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the full buffers of all of them."""
-        return sum(one.num_bytes * one.times for one in self.found)
+    def __post_init__(self) -> None:
+        # Sorted (kind, bytes) of every one, those of a loop once per iteration; bytes of the full buffers of all.
+        self.pairs = sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
+        self.num_bytes = sum(num_bytes for _, num_bytes in self.pairs)
 
     def in_loops(self, kind: str = "") -> list[Found]:
         """Those in a loop; of one kind if it is given."""
@@ -78,8 +72,8 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        loops_of_reductions = ((one, [loop.kind for loop in one.loops]) for one in self.found if one.kind in REDUCTIONS)
-        return [one for one, kinds in loops_of_reductions if MICROBATCHES in kinds]
+        reductions = (one for one in self.found if one.kind in REDUCTIONS)
+        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
 
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
@@ -111,17 +105,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         **kwargs: The function's.
 
     Raises:
-        ValueError: If it is no program, there are arguments for one that takes none, the target is unknown, its
-            compiler not installed, or its number of devices not the mesh's, or the text cannot be read (``HLOError``).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> import jaxddp
-        >>> by_rank = NamedSharding(jaxddp.data_mesh(4), P("data"))
-        >>> x = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=by_rank)
-        >>> collectives(lambda x: x.sum(0), x).pairs
-        [('all-reduce', 12)]
+        ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
+            installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
     """
     mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
@@ -158,9 +143,7 @@ def _text_of(program: Any) -> Any:
         raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
-def _read(
-    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Callable[..., Any]
-) -> Iterator[Found]:
+def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any) -> Iterator[Found]:
     """Gives the collectives of operations that run so many times in one call."""
     done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
     for place, one in enumerate(operations):
@@ -195,17 +178,15 @@ def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | Abstr
             return sharding.mesh
     traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     traced = getattr(traced, "traced", traced)  # of nnx.jit
-    return _mesh_within(traced.jaxpr.jaxpr)
+    return next(_meshes_within(traced.jaxpr.jaxpr), None)
 
 
-def _mesh_within(jaxpr: Any) -> Mesh | AbstractMesh | None:
+def _meshes_within(jaxpr: Any) -> Iterator[Mesh | AbstractMesh]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "shard_map":
-            return equation.params["mesh"]
+            yield equation.params["mesh"]
         for inner in core.jaxprs_in_params(equation.params):
-            if (found := _mesh_within(inner)) is not None:
-                return found
-    return None
+            yield from _meshes_within(inner)
 
 
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
@@ -223,16 +204,9 @@ def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[in
 
 
 def in_bytes(num_bytes: int) -> str:
-    """A size with its unit.
-
-    Example:
-        >>> in_bytes(12), in_bytes(4096), in_bytes(25 * 2**20)
-        ('12 B', '4 KiB', '25 MiB')
-    """
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
+    """A size with its unit, such as ``4 KiB``."""
+    power = min(3, max(0, num_bytes.bit_length() - 1) // 10)
+    size, unit = num_bytes / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
     return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
 
 

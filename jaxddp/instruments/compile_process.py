@@ -54,10 +54,7 @@ def _end_with(pipe: int) -> None:
 
 
 def _watch(folder: Path, answer: Any) -> None:
-    """Answers with the scheduled module alone as soon as the TPU compiler has written it to a folder.
-
-    That is a quarter of its time; then it generates the code of every fusion, in which no collective changes.
-    """
+    """Answers with the scheduled module as soon as the TPU compiler has written it, in a quarter of its time."""
     while True:
         time.sleep(0.1)
         for path in folder.glob("*-TLP-hlo.txt"):

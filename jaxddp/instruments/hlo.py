@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ _CALLED = re.compile(
 )
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CUT_OFF = "the HLO module is cut off: it must end with the closing brace of its entry computation"
-_OPEN, _CLOSE = "([{", ")]}"
 _OWN_FOLDER = f"{Path(__file__).parents[1]}/"  # its lines call collectives for those of users
 
 
@@ -50,7 +49,8 @@ class Array(NamedTuple):
         return self.num_elements * (1 if self.dtype == "pred" else dtype_bytes(self.dtype))
 
 
-class Instruction(NamedTuple):
+@dataclass
+class Instruction:
     """One line of a program."""
 
     name: str  # unique within its computation
@@ -60,6 +60,19 @@ class Instruction(NamedTuple):
     literal: str  # the text between the parentheses
     attributes: str  # the text after them
     is_root: bool
+    computation: Computation = field(compare=False, repr=False)  # that it is in
+    computations: dict[str, Computation] = field(compare=False, repr=False)  # of the program, by name
+
+    def __post_init__(self) -> None:
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        self.op_name = found.group(1) if found else ""  # JAX's name stack
+        names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
+        self.called_names = [name.strip().removeprefix("%") for name in names]  # of computations
+
+    @property
+    def inputs(self) -> list[Instruction]:
+        """Its operands."""
+        return [self.computation[name] for name in self.operands]
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -72,35 +85,31 @@ class Instruction(NamedTuple):
         return sum(array.num_bytes for array in self.arrays)
 
     @property
-    def op_name(self) -> str:
-        """JAX's name stack; empty if there is none."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+    def called(self) -> list[Computation]:
+        """The computations that it calls."""
+        return [self.computations[name] for name in self.called_names]
 
-    @property
-    def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls."""
-        names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
-        return tuple(name.strip().removeprefix("%") for name in names)
+    def within(self) -> Iterator[Instruction]:
+        """Yields it and everything nested inside it."""
+        yield self
+        for called in self.called:
+            for inner in called.values():
+                yield from inner.within()
 
     def attribute(self, key: str) -> str:
-        """Returns the value of an attribute as printed, without outer braces; empty if absent."""
-        found = re.search(rf"(?:^|[ ,{{]){re.escape(key)}=", self.attributes)
+        """An attribute, or a field of ``backend_config``, as printed without brackets or quotes; empty if absent."""
+        found = re.search(rf'(?:^|[ ,{{])(?:{key}=|"{key}":)', self.attributes)
         if not found:
             return ""
         value = self.attributes[found.end() :]
-        if value[:1] == "{":
+        if value[:1] in ("{", "["):
             return value[1 : _closing(value, 0)]
-        return re.split(r", [\w.]+=", value, maxsplit=1)[0]
+        printed = re.match(r'"(?P<quoted>[^"]*)"|[^,}]*', value)
+        return (printed["quoted"] or printed[0]) if printed else ""
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Returns the integers of an attribute such as ``dimensions={0,2}``."""
         return tuple(int(number) for number in re.findall(r"-?\d+", self.attribute(key)))
-
-    def config(self, key: str) -> str:
-        """Returns a field of ``backend_config`` as printed, without quotes; empty if absent."""
-        found = re.search(rf'"{re.escape(key)}":(?:"([^"]*)"|([\w.\-]+))', self.attributes)
-        return next(filter(None, found.groups()), "") if found else ""
 
 
 Computation = dict[str, Instruction]
@@ -112,7 +121,7 @@ class Module:
     """A program."""
 
     header: str
-    entry: str
+    entry: Computation
     computations: dict[str, Computation]
     sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
 
@@ -123,34 +132,13 @@ class Module:
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.sources.get(int(said[1]), "") if said else ""
 
-    def called(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that an instruction calls."""
-        return (self.computations[name] for name in instruction.called)
-
-    def within(self, instruction: Instruction, computation: Computation) -> Iterator[tuple[Instruction, Computation]]:
-        """Yields an instruction of a computation and everything nested inside it, each with its computation."""
-        yield instruction, computation
-        for called in self.called(instruction):
-            for inner in called.values():
-                yield from self.within(inner, called)
-
 
 class HLOError(ValueError):
     """A text is not a compiled program that can be read."""
 
 
 def parse_module(compiled: Any) -> Module:
-    r"""Parses a scheduled program: a ``jax.stages.Compiled``, or the text of one.
-
-    Raises:
-        ValueError: If the text is no HLO module, is not scheduled or is truncated.
-
-    Example:
-        >>> text = "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
-        >>> text += "  %x = f32[4]{0} parameter(0)\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
-        >>> parse_module(text).computations["main"]["y"].operands
-        ('x',)
-    """
+    """Parses a scheduled program, a ``jax.stages.Compiled`` or its text; an HLOError if it is none, or is cut."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -169,8 +157,8 @@ def _parse(text: str) -> Module:
         if current is not None and line.startswith("}"):
             current = None
         elif current is not None:
-            if instruction := _parse_instruction(line):
-                if unknown := next((name for name in instruction.called if name not in computations), None):
+            if instruction := _parse_instruction(line, current, computations):
+                if unknown := next((name for name in instruction.called_names if name not in computations), None):
                     raise HLOError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
                 current[instruction.name] = instruction
             elif line.strip():
@@ -182,7 +170,7 @@ def _parse(text: str) -> Module:
             entry = found["name"] if found["entry"] else entry
     if not entry or current is not None:
         raise HLOError(_CUT_OFF)
-    return Module(header, entry, computations, _sources(lines))
+    return Module(header, computations[entry], computations, _sources(lines))
 
 
 def _sources(lines: Sequence[str]) -> dict[int, str]:
@@ -215,12 +203,7 @@ def _sources(lines: Sequence[str]) -> dict[int, str]:
 
 @functools.lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """Lists the arrays of a printed shape.
-
-    Example:
-        >>> arrays_of("(f32[2,3]{1,0}, s32[])")
-        (Array(dtype='f32', dims=(2, 3)), Array(dtype='s32', dims=()))
-    """
+    """Lists the arrays of a printed shape such as ``(f32[2,3]{1,0}, s32[])``."""
     return tuple(
         Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(shape)
@@ -228,12 +211,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def parts_of(shape: str) -> tuple[str, ...]:
-    """Splits the printed shape of a tuple into its parts; empty for an array.
-
-    Example:
-        >>> parts_of("((f32[2,3]{1,0}, s32[]), /*index=1*/u32[])")
-        ('(f32[2,3]{1,0}, s32[])', 'u32[]')
-    """
+    """Splits the printed shape of a tuple into its parts; empty for an array."""
     return tuple(_split(shape[1:-1])) if shape.startswith("(") else ()
 
 
@@ -242,7 +220,7 @@ def root_of(computation: Computation) -> Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
-def _parse_instruction(line: str) -> Instruction | None:
+def _parse_instruction(line: str, computation: Computation, computations: dict[str, Computation]) -> Instruction | None:
     if not (named := _NAME.match(line)):
         return None
     start = named.end()
@@ -250,26 +228,21 @@ def _parse_instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.match(line, end)
     if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
-    literal = line[opcode.end() : closing]
-    operands = () if opcode["opcode"] in ("parameter", "constant") else tuple(_operand_names(literal))
+    literal, operands = line[opcode.end() : closing], []
+    if opcode["opcode"] not in ("parameter", "constant"):
+        # Without percent signs, perhaps with shapes: the name is the last word.
+        operands = re.findall(r"%([\w.\-]+)", literal) or [part.split()[-1] for part in _split(literal) if part]
     return Instruction(
-        named["name"], opcode["opcode"], line[start:end], operands, literal, line[closing + 1 :].lstrip(", "),
-        bool(named["root"]),
+        named["name"], opcode["opcode"], line[start:end], tuple(operands), literal, line[closing + 1 :].lstrip(", "),
+        bool(named["root"]), computation, computations,
     )  # fmt: skip
-
-
-def _operand_names(literal: str) -> list[str]:
-    if "%" in literal:
-        return re.findall(r"%([\w.\-]+)", literal)
-    # Without percent signs, perhaps with shapes: the name is the last word.
-    return [operand.split()[-1] for operand in _split(literal) if operand]
 
 
 def _split(listed: str) -> Iterator[str]:
     """Splits at commas outside brackets; drops ``/*index=5*/`` comments."""
     depth, start, listed = 0, 0, _COMMENT.sub("", listed)
     for index, char in enumerate(listed + ","):
-        depth += (char in _OPEN) - (char in _CLOSE)
+        depth += (char in "([{") - (char in ")]}")
         if char == "," and depth == 0:
             yield listed[start:index].strip()
             start = index + 1
@@ -282,7 +255,7 @@ def _closing(line: str, start: int) -> int:
         char = match.group()
         if char[0] == '"':
             continue
-        depth += 1 if char in _OPEN else -1
+        depth += 1 if char in "([{" else -1
         if depth == 0:
             return match.start()
     return -1

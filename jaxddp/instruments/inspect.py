@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +19,6 @@ from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of
 from ..planning.machine import target as machine_of
-from ..planning.products import rates_in_words
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
@@ -34,9 +35,9 @@ LEARNING_RATE = 1e-3
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inspection:
-    """One strategy's step on a target."""
+    """One strategy's step on a target, ``compiled`` and ``as_planned`` or not; ``title`` has target and network."""
 
     strategy: str
     target: targets.Target
@@ -48,36 +49,18 @@ class Inspection:
     memory: dict[str, int]  # bytes of each device, by component
     is_held_as_planned: bool = True  # whether the program's parameters and optimizer state have these bytes
 
-    @property
-    def title(self) -> str:
-        """Target and network in words."""
-        products = " and ".join(self.product_dtypes) or "no products"
-        return f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
-
-    @property
-    def rates(self) -> str:
-        """Where the rates of products and memory come from, in words."""
-        return rates_in_words(self.target.chip)
-
-    @property
-    def product_dtypes(self) -> dict[str, float]:
-        """FLOPs of the matrix products by the dtype in which the chip multiplies, most first."""
-        found: dict[str, float] = {}
+    def __post_init__(self) -> None:
+        self.compiled = self.schedule.gradient_collectives()  # sorted (kind, bytes)
+        # None if nothing was planned.
+        is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
+        self.as_planned = None if self.strategy == AUTO else is_same
+        found: Counter[str] = Counter()  # FLOPs of the products by the dtype in which the chip multiplies, most first
         for kind, flops in self.schedule.work().matmul_flops.items():
             dtype, count = product_dtype(kind, self.target.chip)
-            name = dtype if count == 1 else f"{count} x {dtype}"
-            found[name] = found.get(name, 0.0) + flops
-        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
-
-    @property
-    def compiled(self) -> list[tuple[str, int]]:
-        """Sorted ``(kind, bytes)`` of the compiled gradient collectives."""
-        return self.schedule.gradient_collectives()
-
-    @property
-    def as_planned(self) -> bool | None:
-        """Whether compiled collectives and state are the planned ones; None if nothing was planned."""
-        return None if self.strategy == AUTO else sorted(self.planned) == self.compiled and self.is_held_as_planned
+            found[dtype if count == 1 else f"{count} x {dtype}"] += flops  # type: ignore[assignment]
+        self.product_dtypes: dict[str, float] = dict(found.most_common())
+        products = " and ".join(self.product_dtypes) or "no products"
+        self.title = f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
 
     @property
     def notes(self) -> list[str]:
@@ -86,8 +69,7 @@ class Inspection:
         if self.as_planned is False:
             what = "collectives" if self.is_held_as_planned else "bytes of parameters or optimizer state"
             notes.append(f"compiled to other {what} than planned")
-        sent = [each for each in self.schedule.collectives() if not each.is_metrics]
-        groups = {(each.kind, each.num_bytes, each.group) for each in sent}
+        groups = {(one.kind, one.num_bytes, one.group) for one in self.schedule.collectives() if not one.is_metrics}
         notes += sorted({why for one in groups if (why := self.network.assumed(*one))})
         if self.memory["peak"] > self.target.chip.pool_bytes:
             pool = f"the {self.target.chip.pool_bytes / 1e9:.1f} GB that JAX takes of a GPU by default"
@@ -98,14 +80,13 @@ class Inspection:
 
 
 class Training(NamedTuple):
-    """A training run by its shapes."""
+    """A training run by its shapes: arguments of ``inspect``."""
 
-    loss_fn: Callable[..., Any]  # as Trainer takes it
+    loss_fn: Callable[..., Any]
     optimizer: optax.GradientTransformation
-    params: Any  # a tree of arrays or jax.ShapeDtypeStruct
-    batch: Any  # the global batch; the same
-    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer
-    model_state: Any = None  # the same as params, with has_state
+    params: Any
+    batch: Any
+    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer, and a model_state if there is one
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
@@ -116,19 +97,11 @@ def transformer_training(config: TransformerConfig, num_sequences: int) -> Train
 
 
 def inspect(
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    batch: Any,
-    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",),
-    *,
-    target: str = "h100:8",
-    bucket_mb: float | None = None,
-    network: Network | None = None,
-    peaks: bool = False,
-    model_state: Any = None,
-    **options: Any,
-) -> list[Inspection]:
+    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, params: Any, batch: Any,
+    strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",), *, target: str = "h100:8",
+    bucket_mb: float | None = None, network: Network | None = None, peaks: bool = False, model_state: Any = None,
+    say: Callable[[str], None] = lambda text: None, **options: Any,
+) -> list[Inspection]:  # fmt: skip
     """Compiles training steps for a machine that is not here, reads them back and simulates them.
 
     Args:
@@ -143,6 +116,7 @@ def inspect(
         network: How fast ranks send; that of ``planning.machine.network_of`` if None.
         peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
         model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
+        say: Shows progress.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
     Returns:
@@ -153,41 +127,41 @@ def inspect(
             with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
-    training = Training(loss_fn, optimizer, params, batch, options, model_state)
+    network = network_of(machine) if network is None else network
+    check_kind("network", network, Network, "a jaxddp.Network")
+    shapes = {"params": params, "batch": batch, "model_state": model_state}
+    for name, tree in shapes.items():
+        check_leaves(name, named_leaves(tree))
+    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(machine.spec), **options)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
-    return inspect_steps(strategies, training, machine, network or network_of(machine), bucket_mb=bucket_mb)
+    return _inspect(
+        _trainers(whole, strategies, bucket_mb, options),
+        whole,
+        tuple(map(shapes_of, shapes.values())),
+        machine,
+        network,
+        say,
+    )
 
 
-def inspect_steps(
-    strategies: Sequence[str | Strategy],
-    training: Training,
-    target: targets.Target,
-    network: Network,
-    *,
-    bucket_mb: float | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Inspection]:
-    """Does the work of ``inspect``; ``say`` shows progress."""
-    given = _checked(strategies, training, network, bucket_mb)
-    loss_fn, optimizer, *_, options, _ = training
-    params, batch, model_state = map(shapes_of, (training.params, training.batch, training.model_state))
-    whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(target.spec), **options)
+def _inspect(
+    trainers: Mapping[str, Trainer], whole: Trainer, shapes: tuple[Any, ...], target: targets.Target,
+    network: Network, say: Callable[[str], None],
+) -> list[Inspection]:  # fmt: skip
+    params, batch, model_state = shapes
     state = whole.abstract_state(params, model_state)
-    trainers = {
-        name: whole if name == AUTO else whole.with_strategy(_make(one, bucket_mb)) for name, one in given.items()
-    }
-    states = {name: trainer.abstract_state(params, model_state) for name, trainer in trainers.items()}
-    layouts = {name: trainer.layout(states[name]) for name, trainer in trainers.items()}
+    states = {name: one.abstract_state(params, model_state) for name, one in trainers.items()}
+    layouts = {name: one.layout(states[name]) for name, one in trainers.items()}
     held = {name: held_bytes(layout) for name, layout in layouts.items()}
+    check_fits = partial(_check_fits, target)
     for one in held.values():  # before anything is compiled
-        _check_fits("parameters and optimizer state alone need", one.state, target)
+        check_fits("parameters and optimizer state alone need", one.state)
     say(f"compiling {len(trainers) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {
-        name: _start_auto(loss_fn, optimizer, target, state, batch) if name == AUTO
-        else targets.start_compile(trainer, states[name], batch)
-        for name, trainer in trainers.items()
-    }  # fmt: skip
+        name: (_start_auto if name == AUTO else targets.start_compile)(one, states[name], batch)
+        for name, one in trainers.items()
+    }
     planned = {name: [] if name == AUTO else one.planned(states[name], batch) for name, one in trainers.items()}
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
@@ -198,7 +172,7 @@ def inspect_steps(
         program = pending[name].result()
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
-        _check_fits(f"a step of {name} needs", memory["peak"], target)
+        check_fits(f"a step of {name} needs", memory["peak"])
         simulation = simulate(schedule, target.chip, network)
         is_held = name == AUTO or _is_held(program, states[name], held[name])
         found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, is_held))
@@ -209,7 +183,7 @@ def inspect_steps(
     return [replace(each, bound=replace(bound, compute_s=least_s)) for each in found]
 
 
-def _check_fits(what: str, needed: int, target: targets.Target) -> None:
+def _check_fits(target: targets.Target, what: str, needed: int) -> None:
     if needed > (available := target.chip.memory_bytes):
         raise ValueError(
             f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
@@ -217,15 +191,11 @@ def _check_fits(what: str, needed: int, target: targets.Target) -> None:
         )
 
 
-def _checked(
-    strategies: Sequence[str | Strategy], training: Training, network: Network, bucket_mb: float | None
-) -> dict[str, str | Strategy]:
-    """Checks what is asked for; gives the strategies by the names that they have in tables."""
-    check_kind("network", network, Network, "a jaxddp.Network")
-    for name in ("params", "batch", "model_state"):
-        check_leaves(name, named_leaves(getattr(training, name)))
+def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options: Any) -> dict[str, Trainer]:
+    """A trainer for each strategy, by the names that they have in tables; ``whole`` for AUTO."""
     check_kind("strategies", strategies, Sequence, "names or strategies")
     given: dict[str, str | Strategy] = {}
+    found = {AUTO: whole}
     for one in strategies:
         check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
         name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
@@ -233,25 +203,22 @@ def _checked(
             raise ValueError(f"strategies (={name}, twice) must have different names")
         if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
+        if name != AUTO:
+            cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
+            found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)
     if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
         allowed = ", ".join(filter(is_bucketed, STRATEGIES))
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {next(iter(given))!r}")
-    if AUTO in given and training.options:
-        raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(training.options))}")
-    return given
+    if AUTO in given and options:
+        raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(options))}")
+    return {name: found[name] for name in given}
 
 
-def _make(name: str | Strategy, bucket_mb: float | None) -> Strategy:
-    if isinstance(name, Strategy):
-        return name
-    return make_strategy(name, **({"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}))
-
-
-def _start_auto(loss_fn: Any, optimizer: Any, target: targets.Target, state: TrainState, batch: Any) -> Any:
-    mesh = targets.mesh(target.spec)
+def _start_auto(trainer: Trainer, state: TrainState, batch: Any) -> targets.Pending:
+    mesh = trainer.mesh
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     return targets.start_compile_for_target(
-        auto_step(loss_fn, optimizer), (state, batch),
+        auto_step(trainer.loss_fn, trainer.optimizer), (state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
 

@@ -1,7 +1,4 @@
-"""Memory of each device by component: of a training state, by its layout, and of a compiled step.
-
-The compiled step takes the state as arguments, with the bytes of its layout, and needs temporaries beside them.
-"""
+"""Memory of each device by component: of a training state, by its layout, and of a compiled step that takes it."""
 
 from __future__ import annotations
 
@@ -31,35 +28,15 @@ class DeviceBytes(NamedTuple):
         return self.parameters + self.optimizer_state + self.others
 
 
-class Allocated(NamedTuple):
-    """What a device's allocator has handed out."""
-
-    in_use_bytes: int
-    peak_bytes: int
-
-
 def held_bytes(layout: Layout) -> DeviceBytes:
-    """Returns the bytes of parameters and optimizer state on a device; the other components are 0.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxddp, optax
-        >>> trainer = jaxddp.Trainer(lambda params, batch: 0.0, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(4))
-        >>> state = trainer.abstract_state({"w": jnp.zeros((2, 5))})
-        >>> held_bytes(trainer.layout(state))[:2]  # 10 floats in full; 3 of 12 of each moment, and a counter
-        (40, 28)
-    """
+    """Returns the bytes of parameters and optimizer state on a device; the other components are 0."""
     trees = layout.params, layout.opt_state
     return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
 
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
-    """Reads the memory of a step from ``Trainer.compile``, compiled for ``state``, on each device.
-
-    Raises:
-        ValueError: If the program takes fewer arguments than the state has leaves.
-    """
-    module, stats = parse_module(compiled), compiled.memory_analysis()
-    entry = module.computations[module.entry].values()
+    """Reads the memory of a step on each device from ``Trainer.compile``; a ValueError if it is of another state."""
+    entry, stats = parse_module(compiled).entry.values(), compiled.memory_analysis()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     given = [num_bytes for _, num_bytes in parameters]
     padding = stats.argument_size_in_bytes - sum(given)
@@ -80,9 +57,3 @@ def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
                 " step of that state"
             )
     return DeviceBytes(**held, batch=sum(given), padding=padding, temporaries=stats.temp_size_in_bytes)
-
-
-def allocated_bytes(device: jax.Device) -> Allocated | None:
-    """Returns a device's bytes in use and their peak since the process started; None on CPUs, which do not count."""
-    stats = device.memory_stats()
-    return Allocated(stats["bytes_in_use"], stats["peak_bytes_in_use"]) if stats else None

@@ -23,7 +23,7 @@ import numpy as np
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, HLOError, Instruction, Module, parse_module
-from .work import Work, WorkCounter, trip_count
+from .work import Work, WorkCounter
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
@@ -34,14 +34,13 @@ PHASES = ("forward", "backward", "optimizer")
 _MOST_DEVICES = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collective:
     """One collective."""
 
     kind: str  # one of COLLECTIVE_KINDS
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
-    # devices of the first group that takes part; of a permutation, all that send or receive
-    group: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
     kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
@@ -50,34 +49,22 @@ class Collective:
     source: str = ""  # file:line of the code that asked for it; empty if not printed
     is_conditional: bool = False  # whether it is in a branch, which may not run
 
+    def __post_init__(self) -> None:
+        self.is_metrics = METRICS_SCOPE in self.op_name  # reduces the loss and metrics instead of gradients
+        self.is_model_state = MODEL_STATE_SCOPE in self.op_name  # one by which ranks agree on the model's state
+        # The strategy's, not of metrics, model state, the loss function or axes that are not of ranks. One of a single
+        # device sends nothing; XLA leaves it where check_vma asks for it.
+        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
+        is_named = SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
+        self.is_gradients = is_named and len(self.group) != 1
+
     def seconds(self, network: Network) -> float:
         """Seconds of it, with the network to itself; a permutation takes as long as its slowest pair."""
         groups = [pair for pair in self.pairs if pair[0] != pair[1]] if self.pairs else [self.group]
         return max((network.seconds(self.kind, self.num_bytes, group) for group in groups), default=0.0)
 
-    @property
-    def is_metrics(self) -> bool:
-        """Whether it reduces the loss and metrics instead of gradients."""
-        return METRICS_SCOPE in self.op_name
 
-    @property
-    def is_model_state(self) -> bool:
-        """Whether it is one by which ranks agree on the model's state."""
-        return MODEL_STATE_SCOPE in self.op_name
-
-    @property
-    def is_gradients(self) -> bool:
-        """Whether it is the strategy's, not of metrics, model state, the loss function or axes that are not of ranks.
-
-        One of a single device sends nothing; XLA leaves it where ``check_vma`` asks for it.
-        """
-        if len(self.group) == 1:
-            return False
-        others = (METRICS_SCOPE, MODEL_STATE_SCOPE, LOSS_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE)
-        return SYNC_SCOPE in self.op_name or not any(scope in self.op_name for scope in others)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Operation:
     """One instruction of a schedule."""
 
@@ -85,27 +72,22 @@ class Operation:
     phase: str = "forward"  # one of PHASES
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
-    # name of the operation whose collective it waits for: its own if the collective is synchronous; empty if it does
-    # not wait
-    waits_for: str = ""
+    waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
     body: tuple[Operation, ...] = ()  # operations of a loop or call that communicates
     trips: int = 1  # number of iterations of the body
     is_loop: bool = False  # whether the body is a loop's
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
-    @property
-    def total_work(self) -> Work:
-        """Its work plus that of its body, over all trips."""
-        return self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
+    def __post_init__(self) -> None:  # its work plus that of its body, over all trips
+        self.total_work: Work = self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
 
 
 @dataclass(frozen=True)
 class Overlap:
     """How a step's gradient collectives overlap its backward."""
 
-    # share of the backward's FLOPs issued before the first gradient collective starts; None without one
-    first_start_fraction: float | None
+    first_start_fraction: float | None  # share of the backward's FLOPs issued before the first one; None without one
     bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
     bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
     num_bytes: int  # bytes of all gradient collectives
@@ -138,10 +120,8 @@ class Schedule:
 
     def backward_end(self) -> int:
         """Position after the backward's last arithmetic; 0 without a backward."""
-        backward = (
-            place for place, op in enumerate(self.operations, 1) if op.phase == "backward" and op.total_work.flops
-        )
-        return max(backward, default=0)
+        places = enumerate(self.operations, 1)
+        return max((place for place, op in places if op.phase == "backward" and op.total_work.flops), default=0)
 
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
@@ -170,9 +150,8 @@ def read_schedule(compiled: Any) -> Schedule:
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        module = parse_module(compiled)
-        reader = _Reader(module)
-        operations = reader.read(module.computations[module.entry])
+        reader = _Reader(parse_module(compiled))
+        operations = reader.read(reader.module.entry)
     except HLOError:
         raise
     except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
@@ -192,65 +171,58 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.counter = WorkCounter(module)
+        self.counter = WorkCounter()
         counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]
         self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
 
     def read(self, computation: Computation) -> tuple[Operation, ...]:
         """The operations of a computation in schedule order."""
-        collectives = {name: self._collective(inner, computation) for name, inner in computation.items()}
+        collectives = {name: self._collective(inner) for name, inner in computation.items()}
         phases = self._phases(computation, collectives)
-        return tuple(
-            self._operation(inner, computation, phases[name], collectives[name]) for name, inner in computation.items()
-        )
+        return tuple(self._operation(inner, phases[name], collectives[name]) for name, inner in computation.items())
 
-    def _operation(
-        self, instruction: Instruction, computation: Computation, phase: str, collective: Collective | None
-    ) -> Operation:
+    def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        within = self.module.within(instruction, computation)
-        if opcode in ("while", "call") and any(_kind(one) or one.opcode in ("send", "recv") for one, _ in within):
-            trips = trip_count(self.module, instruction) if opcode == "while" else 1
-            if trips is None:
-                self.counter.note(f"loop {name}: trip count unknown, its collectives are counted once")
-            body = sum((self.read(called) for called in self.module.called(instruction)), ())
-            return make(body=body, trips=1 if trips is None else trips, is_loop=opcode == "while")
-        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction, computation)):
+        is_body = opcode in ("while", "call")
+        if is_body and any(_kind(one) or one.opcode in ("send", "recv") for one in instruction.within()):
+            trips = self.counter.trips(instruction, "its collectives are")
+            body = sum(map(self.read, instruction.called), ())
+            return make(body=body, trips=trips, is_loop=opcode == "while")
+        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction)):
             return make(waits_for=start)
-        work = self.counter.of(instruction, computation)
-        return make(
-            work=work, starts=collective, waits_for=name if collective and not opcode.endswith("-start") else ""
-        )
+        is_waited_for = collective is not None and not opcode.endswith("-start")
+        return make(work=self.counter.of(instruction), starts=collective, waits_for=name if is_waited_for else "")
 
-    def _started_by(self, done: Instruction, computation: Computation) -> str:
+    def _started_by(self, done: Instruction) -> str:
         """Name of the collective's start that a done waits for; empty if it waits for something else."""
-        start = computation.get(done.operands[0]) if done.operands else None
-        while start is not None and start.opcode.endswith("-update"):
-            start = computation.get(start.operands[0])
-        return start.name if start is not None and self._collective(start, computation) else ""
+        start = done
+        while start.operands and start.opcode.endswith(("-done", "-update")):
+            start = start.inputs[0]
+        return start.name if self._collective(start) else ""
 
-    def _collective(self, instruction: Instruction, computation: Computation) -> Collective | None:
+    def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
         if instruction.opcode in ("send", "recv"):
             self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
             return None
-        within = self.module.within(instruction, computation)
-        found = [(inner, where) for inner, where in within if _kind(inner)]
+        found = [inner for inner in instruction.within() if _kind(inner)]
         if not found:
             return None
         if len(found) > 1 and not _kind(instruction):
             named = f"{instruction.opcode} {instruction.name}"
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
-        inner, where = found[0]
-        kind = _kind(inner)
-        origins = [inner, *(_origins(instruction, computation) or _readers(instruction, computation))]
+        inner = found[0]
+        origins = [inner, *(_origins(instruction) or _readers(instruction))]
+        # On TPUs the emitter of a fusion that wraps the collective.
+        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
+        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
         return Collective(
-            kind, _full_bytes(kind, inner, where), self._group(inner),
-            is_async=instruction.opcode.endswith("-start") and instruction.config("is_sync") != "true",
-            kernel=_kernel(inner, instruction),
+            _kind(inner), _full_bytes(inner), self._group(inner),
+            is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
+            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",
@@ -258,29 +230,34 @@ class _Reader:
             is_conditional=instruction.opcode == "conditional",
         )  # fmt: skip
 
-    def _group(self, instruction: Instruction) -> tuple[int, ...]:
-        printed = instruction.attributes.partition("replica_groups=")[2]
+    def _group(self, collective: Instruction) -> tuple[int, ...]:
+        """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
+        printed = collective.attributes.partition("replica_groups=")[2]
         if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
-            sizes = [int(size) for size in axes.values()]
-            chosen = [list(axes).index(axis) for axis in re.findall(r"'([^']+)'", mesh.group(2))]
-            others = [dim for dim in range(len(sizes)) if dim not in chosen]
+            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+            sizes, chosen = (
+                [*map(int, axes.values())],
+                [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])],
+            )
+            order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
             count = math.prod(sizes[dim] for dim in chosen)
-            return tuple(_devices(sizes).transpose(others + chosen).reshape(-1, count)[0].tolist())
-        if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
-            dims = [int(dim) for dim in iota.group(3).split(",")]
-            order = [int(dim) for dim in iota.group(4).split(",")] if iota.group(4) else range(len(dims))
-            return tuple(_devices(dims).transpose(*order).reshape(-1, int(iota.group(2)))[0].tolist())
-        if listed := re.match(r"\{\{([\d,]+)\}", printed):
-            return tuple(int(device) for device in listed.group(1).split(","))
-        if pairs := _pairs(instruction):
-            return tuple(sorted({device for pair in pairs for device in pair}))
-        if printed and not printed.startswith("{}"):
-            self.counter.note(f"collective {instruction.name}: group not understood, all devices are assumed")
-        return tuple(range(self.num_devices))
+        elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
+            sizes, count = [*map(int, iota[3].split(","))], int(iota[2])
+            order = [*map(int, iota[4].split(","))] if iota[4] else [*range(len(sizes))]
+        else:
+            if listed := re.match(r"\{\{([\d,]+)\}", printed):
+                return tuple(map(int, listed[1].split(",")))
+            if pairs := _pairs(collective):
+                return tuple(sorted({device for pair in pairs for device in pair}))
+            if printed and not printed.startswith("{}"):
+                self.counter.note(f"collective {collective.name}: group not understood, all devices are assumed")
+            return tuple(range(self.num_devices))
+        if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
+            raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
+        return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
     def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
-        scopes = {name: self._phase_by_scope(inner, computation) for name, inner in computation.items()}
+        scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
         scopes |= {name: phase for name, c in collectives.items() if c and (phase := phase_of_name(c.op_name))}
         gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
@@ -296,40 +273,36 @@ class _Reader:
             phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
         return phases
 
-    def _phase_by_scope(self, instruction: Instruction, computation: Computation) -> str:
+    def _phase_by_scope(self, instruction: Instruction) -> str:
         """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
         flops = {"backward": 0.0, "optimizer": 0.0}
-        for inner, where in self.module.within(instruction, computation):
+        for inner in instruction.within():
             if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
                 continue
             if phase := phase_of_name(inner.op_name):
-                flops[phase] += self.counter.arithmetic(inner, where).flops
+                flops[phase] += self.counter.arithmetic(inner).flops
         if not any(flops.values()):
             return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
         return max(flops, key=lambda phase: flops[phase])
 
 
-def _origins(instruction: Instruction, computation: Computation) -> list[Instruction]:
-    """The instruction, or those with names that it is made of: XLA names no collective that it merges others to.
-
-    Those of the backward come first.
-    """
+def _origins(instruction: Instruction) -> list[Instruction]:
+    """The instruction, or those with names that it is made of, the backward's first: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()
         if one.op_name:
             found.append(one)
             continue
-        operands = [computation[name] for name in one.operands if name in computation and name not in seen]
-        seen.update(operand.name for operand in operands)
-        unnamed += operands
+        unnamed += [one.computation[name] for name in one.operands if name in one.computation and name not in seen]
+        seen.update(one.operands)
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)
 
 
-def _readers(instruction: Instruction, computation: Computation) -> list[Instruction]:
+def _readers(instruction: Instruction) -> list[Instruction]:
     """Instructions with names that take its result: what XLA for TPUs sends a round later comes from one without."""
     found, unnamed = [], {instruction.name}
-    for one in computation.values():
+    for one in instruction.computation.values():
         if unnamed.isdisjoint(one.operands):
             continue
         if one.op_name:
@@ -340,12 +313,10 @@ def _readers(instruction: Instruction, computation: Computation) -> list[Instruc
 
 
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:
-    """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none.
-
-    Elsewhere a name of a strategy or of metrics is no backward's: it is of the arithmetic around a reduction.
-    """
+    """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none."""
     if OPTIMIZER_SCOPE in op_name:
         return "optimizer"
+    # What is not sent and has a name of a strategy or of metrics is arithmetic around a reduction.
     if "transpose(" in op_name and (is_sent or not (SYNC_SCOPE in op_name or METRICS_SCOPE in op_name)):
         return "backward"
     return "forward" if is_sent and "jvp(" in op_name else ""
@@ -362,27 +333,15 @@ def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in found)
 
 
-def _kernel(collective: Instruction, holder: Instruction) -> str:
-    """``kernel_strategy`` on GPUs; on TPUs the ``emitter`` of a fusion that wraps the collective."""
-    strategy = collective.config("kernel_strategy") or holder.config("kernel_strategy")
-    return strategy.removeprefix("KERNEL_STRATEGY_") or (holder.config("emitter") if holder is not collective else "")
-
-
-def _full_bytes(kind: str, instruction: Instruction, computation: Computation) -> int:
+def _full_bytes(collective: Instruction) -> int:
+    kind = _kind(collective)
     if kind == "all-gather":
-        sizes = [array.num_bytes for array in instruction.arrays]
+        sizes = [array.num_bytes for array in collective.arrays]
         # The start of an asynchronous gather returns (inputs, outputs).
-        return sum(sizes[len(sizes) // 2 :] if instruction.opcode.endswith("-start") else sizes)
+        return sum(sizes[len(sizes) // 2 :] if collective.opcode.endswith("-start") else sizes)
     # The other operands of a ragged exchange are its output, offsets and sizes.
-    sent = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
-    return sum(computation[name].num_bytes for name in sent if name in computation)
-
-
-def _devices(sizes: list[int]) -> np.ndarray:
-    """The devices of a mesh by number; a damaged text may name more than fit into memory."""
-    if (count := math.prod(sizes)) > _MOST_DEVICES:
-        raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
-    return np.arange(count).reshape(sizes)
+    sent = collective.operands[:1] if kind == "ragged-all-to-all" else collective.operands
+    return sum(collective.computation[name].num_bytes for name in sent if name in collective.computation)
 
 
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:

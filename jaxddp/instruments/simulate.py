@@ -13,14 +13,9 @@ The bound is the least time that a step can take on a device and a network, for 
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 
-Nothing can be sent before the first gradient exists, and everything has to be sent. Compute, forward and first gradient
-come from the same step compiled without communication, so slower compute cannot buy overlap. On H hosts of n ranks, the
-all-reduce of S bytes, o being the latency of a call and W and V the rates within a host and to others, takes
-
-    o + 2 (n-1)/n S/W + 2 (H-1)/H (S/n)/V
-
-since each host must send 2 (H-1)/H S bytes, which its n ranks share, after the sum over the host. ZeRO's halves send
-the same. A measured network overlaps the two levels of one collective, in bound and simulation alike.
+Nothing can be sent before the first gradient exists, and everything has to be sent; ZeRO's halves send the same.
+Compute, forward and first gradient come from the same step compiled without communication, so slower compute cannot buy
+overlap.
 """
 
 from __future__ import annotations
@@ -103,9 +98,8 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
             if sent := one.starts:
                 start = max(now, network_free_s)
                 end_s[one.name] = network_free_s = start + sent.seconds(network)
-                spans.append(
-                    Span(one.name, "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name)
-                )
+                ran = "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name
+                spans.append(Span(one.name, *ran))
             now = max(now, end_s.get(one.waits_for, 0.0))
 
     run(schedule.operations)
@@ -115,26 +109,21 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
     return Simulation(tuple(spans), step_s, compute_s, busy_s, step_s - compute_s)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bound:
-    """The terms of the bound, in seconds."""
+    """The terms of the bound, in seconds, and the bound itself, ``step_s``."""
 
     compute_s: float  # the whole step
     forward_s: float  # its forward
     first_gradient_s: float  # the least backward time before any gradient is finished
     all_reduce_s: float  # one all-reduce of all gradient bytes
 
-    @property
-    def step_s(self) -> float:
-        """The bound."""
-        return max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
+    def __post_init__(self) -> None:
+        self.step_s = max(self.compute_s, self.forward_s + self.first_gradient_s + self.all_reduce_s)
 
 
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: float, num_devices: int) -> Bound:
-    """Computes the bound from ``alone``, one rank's step compiled for one device of the target without communication.
-
-    ``gradient_bytes`` counts all gradients as the strategy that sends least sends them.
-    """
+    """Computes the bound from ``alone``, the step without communication, and the bytes of all gradients."""
     seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
     all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0

@@ -1,9 +1,8 @@
 """Machines that are not here: meshes that stand for them, and programs compiled for them.
 
 A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
-process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. No
-device of this machine is used. A thread waits for the child, which ends when this process does: a pipe that both hold
-is then closed.
+process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. The
+child ends when this process does: a pipe that both hold is then closed.
 
 The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
 which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
@@ -19,7 +18,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,24 +43,9 @@ _LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 
 
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
-    """Traces a function here and starts to compile it for a target; at most one compilation runs for each CPU.
+    """Traces a function here and starts to compile it for the target of its ``in_shardings``' mesh.
 
-    Args:
-        function: To compile.
-        args: Trees of arrays or ``jax.ShapeDtypeStruct``.
-        **options: Of ``jax.jit``; ``in_shardings`` are over the mesh of a target.
-
-    Raises:
-        ValueError: If the mesh is none of a target, or its compiler is not installed.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec
-        >>> import jax.numpy as jnp
-        >>> from jaxddp import targets
-        >>> by_rank = NamedSharding(targets.mesh("h100:2"), PartitionSpec("data"))
-        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        >>> "all-reduce" in start_compile_for_target(jnp.sum, [x], in_shardings=by_rank).result().as_text()
-        True
+    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``.
     """
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
     if (target := target_of(mesh)) is None:
@@ -75,68 +58,51 @@ def compile_jitted(
 ) -> TargetProgram:
     """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
 
-    Raises:
-        TargetError: If it cannot be compiled, does not fit, takes too long, or has no mesh, or one of other size. On
-            TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
+    On TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
     """
     if mesh is None:
         raise TargetError(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    within = getattr(jitted.trace(*args, **kwargs), "traced", None)  # of nnx.jit, whose arguments are models
-    if isinstance(within, jax.stages.Traced):
-        jitted, args, kwargs = *_of_arrays(within), {}
-    if not isinstance(jitted, jax.stages.Wrapped):
-        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
-    if target.platform != "tpu":
-        return _start(target, jitted, args, kwargs, mesh).result()
     with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        # libtpu's options are divided at spaces.
-        return _start(target, jitted, args, kwargs, mesh, text_folder="" if " " in folder else folder).result()
-
-
-def _of_arrays(traced: jax.stages.Traced) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """A traced function as one of its arrays alone, and these."""
-    params: Any = traced._params  # no public name has shardings
-    jitted = jax.jit(
-        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
-        out_shardings=list(params["out_shardings"]),
-        donate_argnums=tuple(place for place, is_donated in enumerate(params["donated_invars"]) if is_donated),
-    )  # fmt: skip
-    return jitted, [
-        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in traced._meta_tys_flat
-    ]
+        is_read_early = target.platform == "tpu" and " " not in folder  # at which libtpu's options are divided
+        return _start(target, jitted, args, kwargs, mesh, folder if is_read_early else "").result()
 
 
 def _start(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
     text_folder: str = "",
 ) -> Pending:  # fmt: skip
-    """Lowers a jitted function, serializes it, and starts the process that compiles it."""
     check_installed(target)
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
     devices()  # lowering asks for one
+    traced = jitted.trace(*args, **kwargs)
+    traced = getattr(traced, "traced", traced)  # of nnx.jit
+    if not isinstance(traced, jax.stages.Traced):
+        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
+    # As a function of arrays, because classes of the caller's trees may be unknown to the child.
+    params: Any = traced._params  # no public name has shardings and options
+    donated = [place for place, is_donated in enumerate(params["donated_invars"]) if is_donated]
+    of_arrays = jax.jit(
+        core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
+        out_shardings=list(params["out_shardings"]), donate_argnums=tuple(donated),
+    )  # fmt: skip
+    given: Any = traced._meta_tys_flat
+    arrays = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in given]
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(jitted, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*args, **kwargs)
-    # Flat trees, because classes of the caller's trees may be unknown to the child.
-    flat = replace(
-        exported,
-        in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
-        out_tree=jax.tree.structure([0] * len(exported.out_avals)),
-    )
-    traced = jitted.trace(*args, **kwargs)
+    exported = export.export(of_arrays, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*arrays)
     topology, environment = _topology(target)
     request = {
         "disabled_plugins": superseded_plugins(),
         "topology": topology,
-        "exported": flat.serialize(),
+        "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
         "shape": mesh.axis_sizes,
-        "donate_argnums": list(traced.donate_argnums),  # of the flat arguments
-        "compiler_options": dict(traced._params.get("compiler_options_kvs", ())),  # no public name has them
+        "donate_argnums": donated,
+        "compiler_options": dict(params.get("compiler_options_kvs", ())),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
         "text_folder": text_folder,
     }
@@ -147,46 +113,39 @@ def _start(
 
 
 def check_installed(target: Target) -> None:
-    """Checks that the compiler for a target is installed.
-
-    Raises:
-        TargetError: If it is not, with the extra that installs it; or if the chip can only be planned for.
-    """
+    """Raises a TargetError if no compiler for a target is installed, or its chip can only be planned for."""
     if target.chip.name not in (*_GPUS, "v5p"):
-        raise TargetError(
-            f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {', '.join(_GPUS)}, v5p"
-        )
+        known = ", ".join([*_GPUS, "v5p"])
+        raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
     is_gpu = target.platform == "gpu"
-    compiler = "the CUDA compiler" if is_gpu else "the TPU compiler"
-    missing = [] if (cuda_plugins() if is_gpu else find_spec("libtpu")) else [compiler]
-    missing += [] if find_spec("flatbuffers") else ["flatbuffers"]
-    if missing:
+    found = {
+        "the CUDA compiler" if is_gpu else "the TPU compiler": cuda_plugins() if is_gpu else find_spec("libtpu"),
+        "flatbuffers": find_spec("flatbuffers"),
+    }
+    if missing := [name for name, is_here in found.items() if not is_here]:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
 
-class _Gpu(NamedTuple):
-    description: str
-    compute_capability: int
-    num_cores: int
-    fpus_per_core: int
-    clock_rate_ghz: float
-    memory_bytes_per_s: int
-    memory_bytes: int
-    l2_cache_bytes: int
-    shared_memory_per_core_bytes: int
-    shared_memory_per_block_bytes: int
-    num_links: int  # of NVLink: without them, XLA leaves its own kernels for small all-reduces out
-
-
-_H100 = _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 3352320000000, 84929347584, 52428800, 233472, 232448, 18)
+# What a GpuTargetConfigProto says of each GPU; without links, XLA leaves its own kernels for small all-reduces out.
+_FIELDS = (
+    "core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size", "l2_cache_size",
+    "shared_memory_per_core", "shared_memory_per_block_optin", "cuda_compute_capability", "device_interconnect_info",
+)  # fmt: skip
+_HOPPER = 52428800, 233472, 232448, "{ major: 9 }", "{ active_links: 18 }"
+_BLACKWELL = 132644864, 233472, 232448, "{ major: 10 }", "{ active_links: 18 }"
+_AMPERE = 41943040, 167936, 166912, "{ major: 8 }", "{ active_links: 12 }"
 _GPUS = {
-    "h100": _H100,
-    "h200": _H100._replace(
-        description="NVIDIA H200 141GB HBM3e", memory_bytes_per_s=4800000000000, memory_bytes=151397597184
-    ),
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 2039040000000, 85100068864, 41943040, 167936, 166912, 12),
-    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 7672320000000, 191514411008, 132644864, 233472, 232448, 18),
+    "h100": ("NVIDIA H100 80GB HBM3", 132, 128, 1.98, 3352320000000, 84929347584, *_HOPPER),
+    "h200": ("NVIDIA H200 141GB HBM3e", 132, 128, 1.98, 4800000000000, 151397597184, *_HOPPER),
+    "a100": ("NVIDIA A100-SXM4-80GB", 108, 64, 1.41, 2039040000000, 85100068864, *_AMPERE),
+    "b200": ("NVIDIA B200", 148, 128, 1.965, 7672320000000, 191514411008, *_BLACKWELL),
 }
+_CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 {fields} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{name}"
+"""
 
 
 def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
@@ -199,7 +158,9 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         "TPU_SKIP_MDS_QUERY": "1",
     }
     if target.platform == "gpu":
-        config = _target_config(_GPUS[target.chip.name])
+        name, *values = _GPUS[target.chip.name]
+        fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
+        config = _CONFIG.format(name=name, fields=fields)
         return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
     cores_per_chip = 2
     environment |= {
@@ -208,37 +169,6 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
     }
     return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
-
-
-def _target_config(gpu: _Gpu) -> str:
-    """Writes a ``GpuTargetConfigProto`` as text."""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.shared_memory_per_core_bytes}
-  threads_per_core_limit: 2048
-  core_count: {gpu.num_cores}
-  fpus_per_core: {gpu.fpus_per_core}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {gpu.memory_bytes_per_s}
-  l2_cache_size: {gpu.l2_cache_bytes}
-  clock_rate_ghz: {gpu.clock_rate_ghz}
-  device_memory_size: {gpu.memory_bytes}
-  shared_memory_per_block_optin: {gpu.shared_memory_per_block_bytes}
-  cuda_compute_capability {{ major: {gpu.compute_capability} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  device_interconnect_info {{ active_links: {gpu.num_links} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 7 }}
-runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{gpu.description}"
-"""
 
 
 # Of what libtpu can write while it compiles, the optimized and scheduled module alone.
@@ -257,7 +187,7 @@ def _life_line() -> tuple[int, int]:
 
 
 def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
-    """Compiles as soon as a CPU is free, in a thread that nobody waits for when this process ends."""
+    """Compiles as soon as a CPU is free, in a thread that this process does not wait for when it ends."""
     outcome: Pending = Future()
 
     def run() -> None:
@@ -285,23 +215,15 @@ def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> 
         printed = done.stderr.decode(errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-        raise TargetError(": ".join([ended, *lines[-1:]]), printed)
+        raise TargetError(": ".join([ended, *lines[-1:]])) from RuntimeError(printed)
     kind, content = pickle.loads(done.stdout)
     if kind == "refused":
-        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}", content)
+        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}") from RuntimeError(content)
     return TargetProgram(target, content["text"], SimpleNamespace(**content["memory"]))
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
-    """Builds the mesh of a target, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``.
-
-    Raises:
-        ValueError: As ``target`` and ``data_mesh``.
-
-    Example:
-        >>> dict(mesh("h100:4x8").shape)
-        {'data': 32}
-    """
+    """Builds a target's mesh, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``."""
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
     register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
@@ -311,11 +233,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
 
 
 def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
-    """Gives the target that a mesh was made for; None if it is one of real devices.
-
-    Raises:
-        ValueError: If the mesh has neither devices nor a target.
-    """
+    """Gives the target that a mesh was made for; None if it is of real devices, a ValueError if it has neither."""
     check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
     if isinstance(mesh, Mesh):
         return None
@@ -345,37 +263,21 @@ class TargetProgram(NamedTuple):
 
 
 class TargetError(ValueError):
-    """A program could not be compiled for a target, in one line; ``details`` is the compiler's full output."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
+    """A program could not be compiled for a target, in one line; its cause has the compiler's full output."""
 
 
 Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time.
-
-    Raises:
-        ValueError: If the mesh has devices, or as ``Trainer.compile``.
-    """
+    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     function, args, options = trainer.step_function(state, batch)
     return start_compile_for_target(function, args, **options)
 
 
 def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts to compile the step without communication: the baseline of exposed communication.
-
-    Every gradient is taken as equal on all ranks. Each rank has the full parameters and optimizer state, so the program
-    is the same for all strategies.
-
-    Raises:
-        ValueError: As ``start_compile``.
-    """
-    check_kind("trainer", trainer, Trainer, "a Trainer")
+    """Starts to compile the step without communication, of which each rank has the full state under any strategy."""
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)

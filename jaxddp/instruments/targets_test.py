@@ -76,7 +76,7 @@ def test_flags_of_the_process_and_options_of_the_program_arrive(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
         start("h100:2").result()
-    assert "xla_no_such_flag" in raised.value.details and "\n" not in str(raised.value)
+    assert "xla_no_such_flag" in str(raised.value.__cause__) and "\n" not in str(raised.value)
     monkeypatch.delenv("XLA_FLAGS")
     with pytest.raises(TargetError, match=r"^compiling for 'h100:2' failed: .*xla_no_such_option"):
         start("h100:2", compiler_options={"xla_no_such_option": 1}).result()

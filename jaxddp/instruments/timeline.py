@@ -29,11 +29,7 @@ _LANES = {"compute": 1, "communication": 2}
 
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
-    """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG.
-
-    Raises:
-        ValueError: If there is no simulation, one takes no time, or the file's format is unknown.
-    """
+    """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG."""
     longest_ms = max((simulation.step_s for simulation in simulations.values()), default=0.0) * 1e3
     if not longest_ms > 0:
         raise ValueError(f"simulations (of {', '.join(simulations) or 'nothing'}) must hold something that takes time")
@@ -48,9 +44,8 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
             _draw_row(axes, label, simulation, digits=max(0, 2 - math.floor(math.log10(longest_ms))))
         rows[-1].set_xlim(0, longest_ms)
         rows[-1].set_xlabel("time in the step (ms)")
-        found = {
-            label: handle for axes in rows for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        handles = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in rows)
+        found = {label: handle for of_row in handles for handle, label in of_row}
         legend = sorted(found, key=[*_COLORS, *found].index)
         figure.legend([found[label] for label in legend], legend, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(title, parse_math=False, fontsize=9, wrap=True)

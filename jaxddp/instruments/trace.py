@@ -3,13 +3,12 @@
     jax.profiler          *.xplane.pb, or its trace.json.gz
     torch.profiler        trace.json or trace.json.gz of Kineto
 
-Kernels and copies of GPUs are events of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
-one may hold others: then only the time that it spends outside of those is its own. A device communicates while one of
-its collectives runs, computes while anything else does, and what it communicates without computing is exposed.
+Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
+one may hold others: then only the time outside of those is its own. A device communicates while one of its collectives
+runs, computes while anything else does, and what it communicates without computing is exposed.
 
 Sizes of collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with
-``record_shapes=True``. The time of a collective includes the wait for the last rank: of several that are alike the
-shortest is what the network took.
+``record_shapes=True``. Their time includes the wait for the last rank: the shortest is what the network took.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ _OF_XLA = re.compile(
 )
 _OF_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+)|gloo:(\w+)|nccl:(\w+)", re.IGNORECASE)
 _PRODUCT = re.compile(
-    r"gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s", re.I
+    r"(?i)gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s"
 )
 _COPY = re.compile(r"mem(cpy|set)|copy|__amd_rocclr", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|attention|attn", re.IGNORECASE)
@@ -50,6 +49,9 @@ _ITEMSIZES = {
     "double": 8, "long": 8, "longint": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "c10::half": 2,
     "c10::bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsignedchar": 1, "signedchar": 1,
 }  # fmt: skip
+
+
+_Stats = Mapping[str, Any]  # what a profile of JAX says of an event beside its times
 
 
 class Event(NamedTuple):
@@ -68,17 +70,6 @@ class Event(NamedTuple):
     def is_collective(self) -> bool:
         """Whether it communicates."""
         return self.kind not in (PRODUCTS, ATTENTION, COPIES, OTHERS)
-
-
-class _Raw(NamedTuple):
-    """An event as a profile of JAX has it; before ``_on_devices``, its device is a plane."""
-
-    device: str
-    line: str
-    name: str
-    start_us: float
-    for_us: float
-    stats: Mapping[str, Any]
 
 
 class Overlap(NamedTuple):
@@ -106,13 +97,8 @@ class Trace:
     events: tuple[Event, ...]  # of all devices, in any order
     notes: tuple[str, ...] = ()  # what could not be read, in words
 
-    @property
-    def devices(self) -> list[str]:
-        """Their names, sorted; those of accelerators as XLA has them, ``/device:GPU:0``."""
-        return sorted({event.device for event in self.events})
-
     def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-        """Each event with the parts of its time in which no other event of its line ran inside of it."""
+        """Each event with the parts of its time in which no other ran inside of it."""
         lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             lines[event.device, event.line].append(event)
@@ -124,20 +110,20 @@ class Trace:
         times: dict[str, list[float]] = defaultdict(list)
         for event, parts in self.own_us():
             times[event.kind].append(sum(end - start for start, end in parts))
-        sums = {kind: (len(own), sum(own)) for kind, own in times.items()}
-        return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+        by_time = sorted(times.items(), key=lambda item: -sum(item[1]))
+        return {kind: (len(own), sum(own)) for kind, own in by_time}
 
     def overlaps(self) -> dict[str, Overlap]:
-        """How each device computed and communicated."""
-        spent: dict[str, dict[bool, list[tuple[float, float]]]] = {one: {True: [], False: []} for one in self.devices}
+        """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
+        devices = sorted({event.device for event in self.events})
+        spent: dict[str, tuple[list[Any], list[Any]]] = {device: ([], []) for device in devices}
         for event, parts in self.own_us():
-            spent[event.device][event.is_collective] += parts
+            spent[event.device][event.is_collective].extend(parts)
         found = {}
-        for device, parts_of in spent.items():
-            together = parts_of[False] + parts_of[True]
-            compute, sent, both = map(_union_us, (parts_of[False], parts_of[True], together))
-            span = max(end for _, end in together) - min(start for start, _ in together)
-            found[device] = Overlap(span, compute, sent, min(sent, both - compute))
+        for device, (computed, sent) in spent.items():
+            compute_us, sent_us, both_us = map(_union_us, (computed, sent, computed + sent))
+            span_us = max(end for _, end in computed + sent) - min(start for start, _ in computed + sent)
+            found[device] = Overlap(span_us, compute_us, sent_us, min(sent_us, both_us - compute_us))
         return found
 
     def collectives(self) -> list[Alike]:
@@ -146,47 +132,32 @@ class Trace:
         for event in self.events:
             if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
-        return [
-            Alike(*key, tuple(times[key])) for key in sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
-        ]
+        keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
+        return [Alike(*key, tuple(times[key])) for key in keys]
 
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them under ``"us"``.
-
-        None is longer than that of a larger size, which waited less for the last rank.
-
-        Raises:
-            ValueError: If of no kind there are two sizes, of which the larger took longer.
-        """
-        found: dict[str, dict[str, list[tuple[int, float]]]] = {}
-        sized = (one for one in self.collectives() if one.num_bytes and (one.num_ranks or 0) > 1)
-        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one.kind, one.num_ranks)):
-            curve: list[tuple[int, float]] = []
-            for one in reversed(list(alike)):
-                curve.insert(0, (one.num_bytes or 0, min([*one.times_us, *(time for _, time in curve[:1])])))
-            if kind in KINDS and curve[-1][1] > curve[0][1] > 0:
-                found.setdefault(kind, {})[str(num_ranks)] = curve
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
+        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
+        sized = [one for one in self.collectives() if one.kind in KINDS and one.num_bytes and (one.num_ranks or 0) > 1]
+        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one.kind, one.num_ranks)):
+            sizes, times = zip(*((one.num_bytes, min(one.times_us)) for one in alike), strict=True)
+            curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
+            if curve[-1][1] > curve[0][1] > 0:
+                found[kind][str(num_ranks)] = curve
         if not found:
             raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
         return found
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a profile.
-
-    ``path`` is a file, or a folder: then the newest profile below it, with the files of all hosts or ranks beside it.
-
-    Raises:
-        ValueError: If it is no profile, is damaged, or nothing ran on a device.
-        OSError: If it cannot be read.
-    """
+    """Reads a profile: a file, or in a folder the newest one, with those of all hosts or ranks beside it."""
     files = _files_of(Path(path))
     events: list[Event] = []
     notes: list[str] = []
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = _of_xplane(file) if file.name.endswith(".pb") else (_of_json(file), [])
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -209,34 +180,32 @@ def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    raw = [
-        _Raw(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
+    return _of_jax([
+        _event(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes
         for line in plane.lines if _is_read(plane.name, line.name) for event in line.events
-    ]  # fmt: skip
-    ran = _on_devices(raw)
-    programs, notes = _programs(data, {_program(each.stats) for each in ran})
-    return [_of_xla(each, programs.get(_program(each.stats), {})) for each in ran], notes
+    ], data)  # fmt: skip
 
 
-def _of_json(file: Path) -> list[Event]:
+def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     read = gzip.open if file.name.endswith(".gz") else open
     with read(file, "rt") as text:
         content = json.load(text)
-    events = content["traceEvents"] if isinstance(content, dict) else content
+    about = content if isinstance(content, dict) else {"traceEvents": content}
+    events = about["traceEvents"]
+    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
+    if any("cat" in each for each in complete):
+        job = about.get("distributedInfo") or {}
+        return list(_of_kineto(complete, job.get("world_size") if job.get("pg_count", 1) == 1 else None)), []
     named = [each for each in events if each.get("ph") == "M"]
     planes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
     lines = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
-    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
-    if any("cat" in each for each in complete):
-        about = (content.get("distributedInfo") if isinstance(content, dict) else None) or {}
-        return list(_of_kineto(complete, about.get("world_size") if about.get("pg_count", 1) == 1 else None))
-    raw = [
-        _Raw(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
-             each.get("dur", 0.0), each.get("args", {}))
+    found = (
+        _event(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
+               each.get("dur", 0.0), each.get("args", {}))
         for each in complete
-    ]  # fmt: skip
-    return [_of_xla(each, {}) for each in _on_devices(each for each in raw if _is_read(each.device, each.line))]
+    )  # fmt: skip
+    return _of_jax([one for one in found if _is_read(one[0].device, one[0].line)], b"")
 
 
 def _is_read(plane: str, line: str) -> bool:
@@ -246,26 +215,29 @@ def _is_read(plane: str, line: str) -> bool:
     return line in ("XLA Ops", "Async XLA Ops") if plane.startswith("/device:TPU:") else plane == "/host:CPU"
 
 
-def _on_devices(raw: Iterable[_Raw]) -> list[_Raw]:
-    """Leaves what the host does around them out; without accelerators, the devices are those of XLA on CPUs."""
-    raw = list(raw)
-    if on_accelerators := [each for each in raw if each.device.startswith("/device:")]:
-        return on_accelerators
-    return [
-        each._replace(device=f"CPU {each.stats.get('device_ordinal', 0)}") for each in raw if "hlo_op" in each.stats
-    ]
+def _event(plane: str, line: str, name: str, start_us: float, for_us: float, stats: _Stats) -> tuple[Event, _Stats]:
+    kind = _kind(name, str(stats.get("hlo_op", name)))
+    return Event(plane, line, name, start_us, start_us + for_us, kind), stats
 
 
-def _of_xla(raw: _Raw, program: Mapping[str, Operation]) -> Event:
-    op = str(raw.stats.get("hlo_op", raw.name))
-    event = Event(raw.device, raw.line, raw.name, raw.start_us, raw.start_us + raw.for_us, _kind(raw.name, op))
-    known = program.get(op)
+def _of_jax(events: Sequence[tuple[Event, _Stats]], data: bytes) -> tuple[list[Event], list[str]]:
+    """Leaves what the host does out; without accelerators, the devices are those of XLA on CPUs."""
+    ran = [(event, stats) for event, stats in events if event.device.startswith("/device:")] or [
+        (event._replace(device=f"CPU {stats.get('device_ordinal', 0)}"), stats)
+        for event, stats in events if "hlo_op" in stats
+    ]  # fmt: skip
+    programs, notes = _programs(data, {_program(stats) for _, stats in ran})
+    known = (programs.get(_program(stats), {}).get(str(stats.get("hlo_op", event.name))) for event, stats in ran)
+    return [_with_operation(event, one) for (event, _), one in zip(ran, known, strict=True)], notes
+
+
+def _with_operation(event: Event, known: Operation | None) -> Event:
     if known is None or event.kind == COPIES:
         return event
     if known.starts is None:
         return event._replace(kind=PRODUCTS) if known.total_work.matmul_flops else event
     one = known.starts
-    return event._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
+    return event._replace(name=known.name, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
 
 
 def _kind(name: str, op: str = "") -> str:

@@ -11,12 +11,11 @@
     other calls       bytes alone, with a note
 
 Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes. Nothing is cached between instructions; arrays that a TPU program keeps on chip (memory space 1
-of a tiled layout) do not count.
+update what it writes. Arrays that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
 
 TPU programs print a matrix product as a convolution, whose batch dims are window dims, padded or dilated so that only
-pairs of the same batch meet: both forms give the same number. They print no trip counts, as others do: these are
-derived from a counter with constant start, step and end, as ``lax.scan`` and ``fori_loop`` make it.
+pairs of the same batch meet. They print no trip counts: these are derived from a counter with constant start, step and
+end, as ``lax.scan`` and ``fori_loop`` make it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .hlo import Array, Computation, HLOError, Instruction, Module, arrays_of, parts_of, root_of
+from .hlo import Computation, HLOError, Instruction, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
@@ -56,9 +55,8 @@ _CALLS_WITHOUT_WORK = frozenset(
     "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
-_MATMUL_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
-_CONVOLUTION_CALLS = ("__cudnn$conv",)
-_ATTENTION_CALLS = ("__cudnn$fmha",)
+_WITH_WORKSPACE = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__cudnn$conv")
+_BITCAST = ("bitcast",)
 
 
 class MatmulKind(NamedTuple):
@@ -100,123 +98,69 @@ class Work:
 
 
 class WorkCounter:
-    """Counts the work of a module's instructions; ``notes`` says in words what could not be counted."""
+    """Counts the work of a program's instructions; ``notes`` says in words what could not be counted."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self) -> None:
         self.notes: list[str] = []
-        self._module = module
         self._totals: dict[int, Work] = {}
 
-    def of(self, instruction: Instruction, computation: Computation) -> Work:
+    def of(self, instruction: Instruction) -> Work:
         """Counts one instruction with everything that it contains; collectives count as no work."""
         instruction = _synchronous(instruction)
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
             return Work()
-        if opcode == "while":
-            return self._loop(instruction)
         if opcode == "conditional":
-            branches = [self.total(branch) for branch in self._module.called(instruction)]
+            branches = map(self.total, instruction.called)
             return max(branches, key=lambda work: (work.flops, work.num_bytes), default=Work())
-        if opcode in ("call", "async"):
-            return sum((self.total(inner) for inner in self._module.called(instruction)), Work())
-        arithmetic = self.arithmetic(instruction, computation)
-        return Work(arithmetic.matmul_flops, arithmetic.vector_flops, self._bytes(instruction, computation), 1.0)
+        if opcode in ("while", "call", "async"):
+            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction, "it is"))
+        arithmetic = self.arithmetic(instruction)
+        return Work(arithmetic.matmul_flops, arithmetic.vector_flops, _bytes(instruction), 1.0)
 
     def total(self, computation: Computation) -> Work:
         """Counts a computation."""
         key = id(computation)
         if key not in self._totals:
-            self._totals[key] = sum((self.of(inner, computation) for inner in computation.values()), Work())
+            self._totals[key] = sum(map(self.of, computation.values()), Work())
         return self._totals[key]
 
-    def _loop(self, loop: Instruction) -> Work:
-        trips = trip_count(self._module, loop)
+    def trips(self, caller: Instruction, what: str) -> int:
+        """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
+        trips = trip_count(caller) if caller.opcode == "while" else 1
         if trips is None:
-            self.note(f"loop {loop.name}: trip count unknown, counted once")
-        once = sum((self.total(inner) for inner in self._module.called(loop)), Work())
-        return once.times(1 if trips is None else trips)
+            self.note(f"loop {caller.name}: trip count unknown, {what} counted once")
+        return 1 if trips is None else trips
 
-    def arithmetic(self, instruction: Instruction, computation: Computation) -> Work:
+    def arithmetic(self, instruction: Instruction) -> Work:
         """Counts the FLOPs of one instruction, without its bytes."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
-        if opcode == "dot":
-            return _matmul(instruction, computation)
-        if opcode == "convolution":
-            return Work({_matmul_kind(instruction, computation): _convolution_flops(instruction, computation)})
+        if product := _product(instruction):
+            return product
         if opcode == "custom-call":
-            return self._custom_call(instruction, computation)
-        if opcode == "fusion":
-            return sum((self._used(called) for called in self._module.called(instruction)), Work())
+            if (target := instruction.attribute("custom_call_target")) not in _CALLS_WITHOUT_WORK:
+                self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
+            return Work()
+        if opcode == "fusion":  # only elements that are used are computed
+            return sum(
+                (self.arithmetic(called[name]).times(share)
+                 for called in instruction.called for name, share in _used_shares(called).items()), Work()
+            )  # fmt: skip
         if opcode in _UNCOUNTED:
             self.note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
             return Work()
         counted = instruction.arrays
         if opcode == "scatter":
-            counted = computation[instruction.operands[-1]].arrays[:1]
+            counted = instruction.inputs[-1].arrays[:1]
         elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
-            counted = tuple(array for name in instruction.operands for array in computation[name].arrays)
+            counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
         elif opcode not in _ELEMENTWISE and not opcode.endswith(("-start", "-done", "-update")):
             if not _COMMUNICATION.match(opcode):
                 self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
                 return Work()
         return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
-
-    def _used(self, fused: Computation) -> Work:
-        """FLOPs of a fused computation; only elements that are used are computed."""
-        used = _used_shares(fused)
-        works = (self.arithmetic(inner, fused).times(used[name]) for name, inner in fused.items())
-        return sum(works, Work())
-
-    def _custom_call(self, call: Instruction, computation: Computation) -> Work:
-        target = call.attribute("custom_call_target").strip('"')
-        if target.startswith(_MATMUL_CALLS):
-            return _matmul(call, computation)
-        if target.startswith(_ATTENTION_CALLS) and (flops := _attention_flops(call, computation)):
-            return Work({_matmul_kind(call, computation)._replace(is_attention=True): flops})
-        if target.startswith(_CONVOLUTION_CALLS):
-            return Work({_matmul_kind(call, computation): _convolution_flops(call, computation)})
-        if target not in _CALLS_WITHOUT_WORK:
-            self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
-        return Work()
-
-    def _bytes(self, instruction: Instruction, computation: Computation) -> float:
-        opcode = instruction.opcode
-        if opcode == "fusion":
-            return self._fusion_bytes(instruction, computation)
-        written = _memory_bytes(instruction.shape)
-        if opcode in _WRITTEN_ONLY:
-            return float(written)
-        if opcode == "copy-start":  # returns the copy, the operand and a handle
-            return float(sum(_memory_bytes(part) for part in parts_of(instruction.shape)[:2]))
-        if opcode in _PARTIAL_READS:
-            is_read = _memory_bytes(computation[instruction.operands[0]].shape) > 0
-            return float(written + is_read * instruction.num_bytes)
-        if opcode in _UPDATES:
-            update = computation[instruction.operands[_UPDATES[opcode]]]
-            return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
-        if opcode == "custom-call":
-            target = instruction.attribute("custom_call_target").strip('"')
-            if target.startswith(_MATMUL_CALLS + _CONVOLUTION_CALLS):
-                written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
-        read = sum(_memory_bytes(computation[name].shape) for name in set(instruction.operands))
-        return float(read + written)
-
-    def _fusion_bytes(self, fusion: Instruction, computation: Computation) -> float:
-        called = next(self._module.called(fusion))
-        used = _used_shares(called)
-        parameters = {int(inner.literal): name for name, inner in called.items() if inner.opcode == "parameter"}
-        total = float(_memory_bytes(fusion.shape))
-        for result in _results(called):
-            if _is_in_place(result, called) and _memory_bytes(result.shape):
-                update = called[result.operands[_UPDATES[result.opcode]]]
-                total += update.num_bytes - result.num_bytes
-        shares: defaultdict[str, float] = defaultdict(float)
-        for index, name in enumerate(fusion.operands):
-            shares[name] += used[parameters[index]]
-        return total + sum(min(1.0, share) * _memory_bytes(computation[name].shape) for name, share in shares.items())
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -224,12 +168,50 @@ class WorkCounter:
             self.notes.append(text)
 
 
+def _bytes(instruction: Instruction) -> float:
+    opcode = instruction.opcode
+    if opcode == "fusion":
+        return _fusion_bytes(instruction)
+    written = _memory_bytes(instruction.shape)
+    if opcode in _WRITTEN_ONLY:
+        return float(written)
+    if opcode == "copy-start":  # returns the copy, the operand and a handle
+        return float(sum(_memory_bytes(part) for part in parts_of(instruction.shape)[:2]))
+    if opcode in _PARTIAL_READS:
+        is_read = _memory_bytes(instruction.inputs[0].shape) > 0
+        return float(written + is_read * instruction.num_bytes)
+    if opcode in _UPDATES:
+        update = instruction.inputs[_UPDATES[opcode]]
+        return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
+    if instruction.attribute("custom_call_target").startswith(_WITH_WORKSPACE):
+        written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
+    read = {operand.name: _memory_bytes(operand.shape) for operand in instruction.inputs}
+    return float(sum(read.values()) + written)
+
+
+def _fusion_bytes(fusion: Instruction) -> float:
+    called = fusion.called[0]
+    used = _used_shares(called)
+    parameters = {int(inner.literal): name for name, inner in called.items() if inner.opcode == "parameter"}
+    total = float(_memory_bytes(fusion.shape))
+    root = root_of(called)
+    for each in root.inputs if root.opcode == "tuple" else [root]:
+        result = _origin(each, _BITCAST)
+        if _is_in_place(result) and _memory_bytes(result.shape):
+            total += result.inputs[_UPDATES[result.opcode]].num_bytes - result.num_bytes
+    shares: defaultdict[str, float] = defaultdict(float)
+    for index, name in enumerate(fusion.operands):
+        shares[name] += used[parameters[index]]
+    read = (min(1.0, share) * _memory_bytes(fusion.computation[name].shape) for name, share in shares.items())
+    return total + sum(read)
+
+
 def _synchronous(instruction: Instruction) -> Instruction:
     """Replaces an asynchronous start by the instruction that it starts, except for communication and copies."""
     opcode = instruction.opcode
     if not opcode.endswith("-start") or opcode == "copy-start" or _COMMUNICATION.match(opcode):
         return instruction
-    return instruction._replace(opcode=opcode.removesuffix("-start"), shape=parts_of(instruction.shape)[1])
+    return replace(instruction, opcode=opcode.removesuffix("-start"), shape=parts_of(instruction.shape)[1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,18 +221,16 @@ def _memory_bytes(shape: str) -> int:
 
 
 def _used_shares(fused: Computation) -> dict[str, float]:
-    """The share of its elements that each instruction of a fused computation must compute for the results.
-
-    A slice needs as many elements as it returns, arithmetic the same share of its operands as of itself, and an operand
-    that is only updated in place nothing.
-    """
+    """The share of its elements that each instruction of a fused computation must compute for the results."""
+    # A slice needs as many elements as it returns, arithmetic the same share of its operands as of itself, and an
+    # operand that is only updated in place nothing.
     sizes = {name: sum(array.num_elements for array in inner.arrays) for name, inner in fused.items()}
     needed = {name: float(size) if fused[name].is_root else 0.0 for name, size in sizes.items()}
     for name in reversed(fused):
         user = fused[name]
         share = needed[name] / sizes[name] if sizes[name] else 0.0
         for position, operand in enumerate(user.operands):
-            if position == 0 and _is_in_place(user, fused):
+            if position == 0 and _is_in_place(user):
                 continue
             partial = user.opcode in _PARTIAL_READS and position == 0
             wanted = needed[name] if partial else share * sizes[operand]
@@ -258,72 +238,70 @@ def _used_shares(fused: Computation) -> dict[str, float]:
     return {name: needed[name] / size if size else 0.0 for name, size in sizes.items()}
 
 
-def _is_in_place(instruction: Instruction, fused: Computation) -> bool:
+def _is_in_place(instruction: Instruction) -> bool:
     """Whether an instruction of a fused computation updates part of a fusion operand."""
     if instruction.opcode not in _UPDATES:
         return False
-    changed = fused[_origin(instruction.operands[0], fused, through=("bitcast",))]
-    return changed.opcode == "parameter" or _is_in_place(changed, fused)
+    changed = _origin(instruction.inputs[0], _BITCAST)
+    return changed.opcode == "parameter" or _is_in_place(changed)
 
 
-def _results(computation: Computation) -> list[Instruction]:
-    """The results of a computation: the parts of its root if that is a tuple, seen through bitcasts."""
-    root = root_of(computation)
-    names = root.operands if root.opcode == "tuple" else (root.name,)
-    return [computation[_origin(name, computation, through=("bitcast",))] for name in names]
-
-
-def _matmul_kind(instruction: Instruction, computation: Computation) -> MatmulKind:
+def _matmul_kind(instruction: Instruction) -> MatmulKind:
     """The kind of a product, from its first factor."""
-    printed = instruction.attribute("operand_precision")
-    if found := re.search(r'"operand_precision":\[([^\]]*)\]', instruction.attributes):
-        printed = found.group(1).lower()
+    printed = instruction.attribute("operand_precision").lower()
     precision = "highest" if "highest" in printed else "high" if "high" in printed else "default"
-    return MatmulKind(_operand(instruction, 0, computation).dtype, precision)
+    return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
 
 
-def _matmul(product: Instruction, computation: Computation) -> Work:
+def _product(instruction: Instruction) -> Work | None:
+    """The work of products: an operation, or a library call by the start of its name."""
+    counts = {
+        "dot": _matmul, "__cublas$gemm": _matmul, "__cublas$lt$matmul": _matmul, "__onednn$matmul": _matmul,
+        "convolution": _convolution, "__cudnn$conv": _convolution, "__cudnn$fmha": _attention,
+    }  # fmt: skip
+    is_call = instruction.opcode == "custom-call"
+    name = instruction.attribute("custom_call_target") if is_call else instruction.opcode
+    return next((count(instruction) for start, count in counts.items() if name.startswith(start)), None)
+
+
+def _matmul(product: Instruction) -> Work:
     """A product; a library call contracts the last dim of the left factor unless it says otherwise."""
-    left, num_results = _operand(product, 0, computation), _result(product).num_elements
-    dims, batch_dims = product.integers("lhs_contracting_dims"), product.integers("lhs_batch_dims")
-    if product.opcode != "dot":
-        dims = _printed_dims("lhs_contracting_dimensions", product) or (len(left.dims) - 1,)
-        batch_dims = _printed_dims("lhs_batch_dimensions", product)
+    left, num_results = product.inputs[0].arrays[0], product.arrays[0].num_elements
+    name = "dims" if product.opcode == "dot" else "dimensions"
+    batch_dims, dims = (product.integers(f"lhs_{which}_{name}") for which in ("batch", "contracting"))
+    if product.opcode != "dot" and not dims:
+        dims = (len(left.dims) - 1,)
     contracted, batch = (math.prod(left.dims[dim] for dim in each) for each in (dims, batch_dims))
     rows = left.num_elements // max(1, batch * contracted)
     shape = (batch, rows, num_results // max(1, batch * rows), contracted)
-    kind = _matmul_kind(product, computation)._replace(shape=shape)
-    return Work({kind: 2.0 * num_results * contracted})
+    return Work({_matmul_kind(product)._replace(shape=shape): 2.0 * num_results * contracted})
 
 
-def _printed_dims(name: str, call: Instruction) -> tuple[int, ...]:
-    found = re.search(rf'"{name}":\[([^\]]*)\]', call.attributes)
-    return tuple(map(int, re.findall(r"\d+", found.group(1)))) if found else ()
-
-
-def _attention_flops(call: Instruction, computation: Computation) -> float:
-    """FLOPs of cuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
+def _attention(call: Instruction) -> Work | None:
+    """CuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
     # The scores' shape is printed: batch, heads, queries and keys.
-    if len(scores := _printed_dims("dimensions", call)) != 4:
-        return 0.0
+    if len(scores := call.integers("dimensions")) != 4:
+        return None
     batch, heads, num_queries, num_keys = scores
-    width = _operand(call, 0, computation).num_elements / (batch * heads * num_queries)
+    width = call.inputs[0].arrays[0].num_elements / (batch * heads * num_queries)
     products = 5 if "Backward" in call.attribute("custom_call_target") else 2
     visible = 0.5 if "CAUSAL" in call.attributes else 1.0
-    return products * visible * 2.0 * batch * heads * num_queries * num_keys * width
+    flops = products * visible * 2.0 * batch * heads * num_queries * num_keys * width
+    return Work({_matmul_kind(call)._replace(is_attention=True): flops})
 
 
-def _convolution_flops(convolution: Instruction, computation: Computation) -> float:
-    """FLOPs of a ``convolution``, or of a library call, whose gradients print the window of the forward convolution."""
+def _convolution(convolution: Instruction) -> Work:
+    """A ``convolution``, or a library call, whose gradients print the window of the forward convolution."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
     if not labels:
         raise HLOError(f"convolution {convolution.name} must print its dim_labels")
     of_images, of_kernels, of_output = labels.groups()
-    images, kernels = (_operand(convolution, place, computation) for place in (0, 1))
-    output = _result(convolution)
-    if "BackwardInput" in convolution.attribute("custom_call_target"):
+    images, kernels = (one.arrays[0] for one in convolution.inputs[:2])
+    output = convolution.arrays[0]  # library calls also return their workspace
+    target = convolution.attribute("custom_call_target")
+    if "BackwardInput" in target:
         images, output = output, images
-    elif "BackwardFilter" in convolution.attribute("custom_call_target"):
+    elif "BackwardFilter" in target:
         kernels, output = output, kernels
     window = convolution.attribute("window")
     pairs = 1
@@ -335,15 +313,7 @@ def _convolution_flops(convolution: Instruction, computation: Computation) -> fl
         pairs *= _window_pairs(window, place, size_in, size_out, size_window)
     features_in = kernels.dims[of_kernels.index("i")]  # per feature group
     outside = output.dims[of_output.index("b")] * output.dims[of_output.index("f")]
-    return 2.0 * outside * features_in * pairs
-
-
-def _operand(instruction: Instruction, position: int, computation: Computation) -> Array:
-    return arrays_of(computation[instruction.operands[position]].shape)[0]
-
-
-def _result(instruction: Instruction) -> Array:
-    return instruction.arrays[0]  # library calls also return their workspace
+    return Work({_matmul_kind(convolution): 2.0 * outside * features_in * pairs})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -374,44 +344,41 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
     return pairs
 
 
-def trip_count(module: Module, loop: Instruction) -> int | None:
+def trip_count(loop: Instruction) -> int | None:
     """Reads or derives how often a loop runs; None if the text does not determine it."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(known.group(1))
-    where = next(computation for computation in module.computations.values() if computation.get(loop.name) is loop)
-    body, condition = (module.computations[loop.attribute(key).removeprefix("%")] for key in ("body", "condition"))
-    before, after, compare = where[loop.operands[0]], root_of(body), root_of(condition)
-    if compare.attribute("direction") != "LT" or before.opcode != "tuple" or after.opcode != "tuple":
+    if known := loop.integers("known_trip_count"):
+        return known[0]
+    of_loop = (loop.attribute(key).removeprefix("%") for key in ("body", "condition"))
+    body, condition = (root_of(loop.computations[name]) for name in of_loop)
+    before = loop.inputs[0]
+    if condition.attribute("direction") != "LT" or before.opcode != "tuple" or body.opcode != "tuple":
         return None
-    if (place := _place_in_state(compare.operands[0], condition)) is None:
+    if (place := _place_in_state(condition.inputs[0])) is None:
         return None
-    add = body[after.operands[place]]
-    if add.opcode != "add" or _place_in_state(add.operands[0], body) != place:
+    add = body.inputs[place]
+    if add.opcode != "add" or _place_in_state(add.inputs[0]) != place:
         return None
-    of = ((before.operands[place], where), (add.operands[1], body), (compare.operands[1], condition))
-    first, step, end = (_constant(*each) for each in of)
+    first, step, end = map(_constant, (before.inputs[place], add.inputs[1], condition.inputs[1]))
     if first is None or step is None or end is None or step < 1:
         return None
     return max(0, -((first - end) // step))
 
 
-def _place_in_state(name: str, computation: Computation) -> int | None:
+def _place_in_state(instruction: Instruction) -> int | None:
     """Index of the loop state's part that an instruction reads; None if it reads none."""
-    instruction = computation[_origin(name, computation)]
-    if instruction.opcode != "get-tuple-element" or computation[instruction.operands[0]].opcode != "parameter":
-        return None
-    return instruction.integers("index")[0]
+    origin = _origin(instruction)
+    is_read = origin.opcode == "get-tuple-element" and origin.inputs[0].opcode == "parameter"
+    return origin.integers("index")[0] if is_read else None
 
 
-def _origin(name: str, computation: Computation, through: tuple[str, ...] = ("copy", "bitcast")) -> str:
+def _constant(instruction: Instruction) -> int | None:
+    origin = _origin(instruction)
+    is_integer = origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.literal)
+    return int(origin.literal) if is_integer else None
+
+
+def _origin(instruction: Instruction, through: tuple[str, ...] = ("copy", "bitcast")) -> Instruction:
     """The instruction of which this one is a copy, or a bitcast."""
-    while computation[name].opcode in through:
-        name = computation[name].operands[0]
-    return name
-
-
-def _constant(name: str, computation: Computation) -> int | None:
-    name = _origin(name, computation)
-    literal = computation[name].literal
-    is_integer = computation[name].opcode == "constant" and re.fullmatch(r"-?\d+", literal)
-    return int(literal) if is_integer else None
+    while instruction.opcode in through:
+        instruction = instruction.inputs[0]
+    return instruction

@@ -11,10 +11,9 @@ F32, BF16 = MatmulKind("f32", "default"), MatmulKind("bf16", "default")
 
 def count(*lines, others=""):
     """Counts the last of an entry computation's lines; gives its work and what was noted."""
-    module = parse_module(handmade(*lines, others=others))
-    counter = WorkCounter(module)
-    main = module.computations["main"]
-    return without_shapes(counter.of(next(reversed(main.values())), main)), counter.notes
+    counter = WorkCounter()
+    main = parse_module(handmade(*lines, others=others)).entry
+    return without_shapes(counter.of(next(reversed(main.values())))), counter.notes
 
 
 def without_shapes(work):
@@ -133,7 +132,7 @@ def test_a_loop_counts_as_often_as_it_runs_and_once_if_that_is_unknown():
     loop = "ROOT %w = f32[4] while(%p0), condition=%cond, body=%body"
     known = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}'
     assert work(p("f32[4]"), loop + known, others=inside) == once.times(7)
-    assert count(p("f32[4]"), loop, others=inside) == (once, ["loop w: trip count unknown, counted once"])
+    assert count(p("f32[4]"), loop, others=inside) == (once, ["loop w: trip count unknown, it is counted once"])
 
 
 def test_calls_and_branches():
@@ -179,9 +178,8 @@ def test_what_cannot_be_counted_is_said(line, note):
 
 @pytest.mark.parametrize("name", fixture_names("gpu-products-*"))
 def test_products_of_two_precisions_and_a_convolution(name):
-    module = parse_module(load_fixture(name))
-    counter = WorkCounter(module)
-    assert without_shapes(counter.total(module.computations[module.entry])).matmul_flops == {
+    counter = WorkCounter()
+    assert without_shapes(counter.total(parse_module(load_fixture(name)).entry)).matmul_flops == {
         BF16: 2 * 192 * 192 * 384,
         MatmulKind("f32", "highest"): 2 * 384 * 384 * 192,
         # 4 images, 32 features out of 96, 6 x 16 outputs, windows of 3 x 3: GPU programs pad first.
@@ -198,8 +196,7 @@ def test_matrix_products():
     )
     lines = p("f32[3,4,5]", "f32[3,5,6]"), dot
     assert work(*lines) == Work({F32: 720}, 0, (60 + 90 + 72) * 4)
-    module = parse_module(handmade(*lines))
-    (kind,) = WorkCounter(module).total(module.computations["main"]).matmul_flops
+    (kind,) = WorkCounter().total(parse_module(handmade(*lines)).entry).matmul_flops
     assert kind == F32._replace(shape=(3, 4, 6, 5))
     # Two contracted dims, bfloat16 factors, float32 result: 2 * 1 * 12.
     dot = "ROOT %y = f32[] dot(%p0, %p0), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}"
@@ -281,8 +278,7 @@ def trips(old, new):
         "ROOT %w = (s32[]) while(%t), condition=%cond, body=%body", others=LOOP,
     )  # fmt: skip
     assert old in text
-    module = parse_module(text.replace(old, new))
-    return trip_count(module, module.computations["main"]["w"])
+    return trip_count(parse_module(text.replace(old, new)).entry["w"])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,4 @@
-"""How long a collective takes on which network, without a framework.
-
-curves.py        a network: two numbers, or curves by kind, ranks and bytes, over one host or several
-tables.py        measured networks: of chips and fabrics, and from files
-nccl_tests.py    reads what nccl-tests print, or write as JSON
-"""
+"""How long a collective takes on which network, without a framework."""
 
 from .curves import DEFAULT_LATENCY_US as DEFAULT_LATENCY_US
 from .curves import GB as GB

@@ -6,10 +6,9 @@ For S bytes over N ranks that each send W bytes per second, with ring algorithms
     reduce-scatter    o/2 +   (N-1)/N S/W          all-to-all            o/2 + (N-1)/N S/W
     all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
 
-A group that spans H hosts with n ranks each communicates within hosts first and then between hosts with 1/n of the
-bytes per rank: the same formula with n, S and the link's W, plus that with H, S/n and the host link's W. What is sent
-from rank to rank directly uses both levels at once, and the slower one counts: an all-to-all sends (n-1)/N S within its
-host and (N-n)/N S to others, a permutation S either way.
+A group that spans H hosts with n ranks each communicates within hosts first, the formula with n, S and the link's W,
+then between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once,
+and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
 A measured network (``tables.py``) has times within a host by kind, ranks and bytes, interpolated in the logarithms of
 sizes and of ranks; beyond the table the nearest row's rate is taken, and ``assumed`` says so. What was not measured
@@ -19,11 +18,8 @@ the latency L between hosts. An all-reduce is a tree of hosts, a reduce-scatter 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-A fabric that was measured itself has a table in place of this formula; for other numbers of hosts its times grow as the
-formula's bytes do.
-
-References:
-    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+A fabric that was measured has a table in place of this formula; for other numbers of hosts its times grow as the
+formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 from __future__ import annotations
@@ -54,12 +50,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks; raises a ValueError if a number is out of range.
-
-    Example:
-        >>> round(Network(gb_per_s=50, latency_us=15).seconds("all-reduce", 10**9, range(8)), 6)
-        0.035015
-    """
+    """What connects the ranks; raises a ValueError if a number is out of range."""
 
     gb_per_s: float  # 10^9 bytes per second that a rank can send within its host
     latency_us: float = DEFAULT_LATENCY_US  # per all-reduce call; other collectives have half of it
@@ -83,8 +74,7 @@ class Network:
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
 
-        ``num_bytes`` is the size of the full buffer; ``group`` holds device numbers. Of a permutation along a ring of
-        several hosts, it is what the rank at a host's end sends.
+        ``num_bytes`` is of the full buffer, ``group`` device numbers. Of a ring it is what the last of a host sends.
         """
         by_host = self._by_host(group)
         local, num_ranks = max(by_host), sum(by_host)

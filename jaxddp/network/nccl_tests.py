@@ -51,26 +51,14 @@ class Output:
 
 
 def read_file(path: str | Path) -> list[Output]:
-    """Reads what programs printed, or one wrote as JSON.
-
-    Raises:
-        ValueError: If it is not such output, whole from its first line on.
-        OSError: If it cannot be read.
-    """
-    text = Path(path).read_text(errors="replace")
+    """Reads what programs printed, or one wrote as JSON; a ValueError if it is not such output, or is cut."""
+    text, named = Path(path).read_text(errors="replace"), _PROGRAM.search(Path(path).name)
     try:
-        table = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
-    return outputs(path, text, table)
-
-
-def outputs(path: str | Path, text: str, table: Any) -> list[Output]:
-    """The outputs of a file of this text; ``table`` is what it holds as JSON, None if it is none. Raises ValueError."""
-    named = _PROGRAM.search(Path(path).name)
-    try:
-        found = [_of_json(table)] if table is not None else read_text(text, PROGRAMS[named[1]] if named else "")
-    except (KeyError, TypeError, AttributeError) as error:
+        if text.lstrip().startswith("{"):
+            found = [_of_json(json.loads(text))]
+        else:
+            found = read_text(text, PROGRAMS[named[1]] if named else "")
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
     for output in found:
         parts = {"the name of its program": output.collective, "a line for each rank": output.gpus,

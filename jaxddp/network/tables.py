@@ -33,10 +33,6 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
-
-    Example:
-        >>> round(measured("h100:8").seconds("all-reduce", 2**20, range(8)) * 1e6, 1)
-        51.9
     """
     parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
     if parts is None:
@@ -74,7 +70,6 @@ def from_file(path: str | Path) -> Network:
 
     Raises:
         ValueError: If it holds no such rows, a single size, or times that do not grow.
-        OSError: If it cannot be read.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -83,9 +78,9 @@ def from_file(path: str | Path) -> Network:
         if file.suffix == ".jsonl":
             rows = _rows_of_run(json.loads(line) for line in text.splitlines() if line.strip())
         else:
-            table: Any = json.loads(text) if text.lstrip().startswith("{") else None
-            is_ours = table is not None and "results" not in table
-            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.outputs(file, text, table))
+            table: Any = json.loads(text) if text.lstrip().startswith("{") else {"results": None}
+            is_ours = "results" not in table
+            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.read_file(file))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
@@ -139,10 +134,7 @@ def _rows_of_run(rows: Iterable[Any]) -> list[_Row]:
 
 
 def _of_rows(rows: Sequence[_Row], source: str) -> Network:
-    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one.
-
-    They are the rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
-    """
+    """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
     curves: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
     for kind, ranks, size, seconds in rows:
         if kind in KINDS:
@@ -155,6 +147,7 @@ def _of_rows(rows: Sequence[_Row], source: str) -> Network:
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
     kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
+    # The rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
     *smaller, (size, seconds) = found[kind][ranks]
     bytes_per_s = bus_factor(kind, ranks) * size / seconds
     if bytes_per_s > _FASTEST_GB_PER_S * GB:

@@ -1,7 +1,7 @@
 """Published peak numbers of accelerators, by name, and target specs.
 
 Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. For TPUs the vendor gives Gb/s per chip, all links of the torus together: 4800 for v5p.
+at 1000 W; of TPUs it is all links of the torus together.
 
 A target is a chip and a count, by hosts:
 
@@ -17,16 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chip:
     """One kind of device."""
 
     name: str
     device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
     platform: str  # "gpu" or "tpu", as in JAX
-    flops_per_s: Mapping[
-        str, float
-    ]  # published peaks by dtype: "float32" of the vector units, others of the matrix units
+    # published peaks by dtype: "float32" of the vector units, others of the matrix units
+    flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
     memory_bytes: int
     link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
@@ -34,15 +33,11 @@ class Chip:
     devices_per_host: int  # of a full host
     is_measured: bool = False  # whether ``products.py`` has measured rates for it that count in place of its peaks
 
-    @property
-    def matmul_float32(self) -> str:
-        """Key of ``flops_per_s`` for a float32 matrix product at default precision."""
-        return "tf32" if self.platform == "gpu" else "bfloat16"
-
-    @property
-    def pool_bytes(self) -> float:
-        """What JAX takes of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set: three quarters on GPUs."""
-        return self.memory_bytes * (0.75 if self.platform == "gpu" else 1.0)
+    def __post_init__(self) -> None:
+        is_gpu = self.platform == "gpu"
+        self.matmul_float32 = "tf32" if is_gpu else "bfloat16"  # the dtype of its products at default precision
+        # What JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
+        self.pool_bytes = self.memory_bytes * (0.75 if is_gpu else 1.0)
 
 
 def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
@@ -101,7 +96,7 @@ def chip_of(device_kind: str) -> Chip:
     raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """Devices that programs are compiled for."""
 
@@ -109,36 +104,17 @@ class Target:
     num_hosts: int
     devices_per_host: int
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of all hosts."""
-        return self.num_hosts * self.devices_per_host
-
-    @property
-    def platform(self) -> str:
-        """``"gpu"`` or ``"tpu"``."""
-        return self.chip.platform
-
-    @property
-    def spec(self) -> str:
-        """The canonical spec."""
-        is_one = self.platform == "tpu" or self.num_hosts == 1
-        return f"{self.chip.name}:{self.num_devices if is_one else f'{self.num_hosts}x{self.devices_per_host}'}"
-
-    @property
-    def topology(self) -> str:
-        """The shape as the compiler names it: ``slices x hosts x devices`` on GPUs, the torus on TPUs."""
-        if self.platform == "tpu":
-            return _TOPOLOGIES[self.chip.name][self.num_devices]
-        return f"1x{self.num_hosts}x{self.devices_per_host}"
+    def __post_init__(self) -> None:
+        name, hosts, devices = self.chip.name, self.num_hosts, self.devices_per_host
+        self.platform, self.num_devices = self.chip.platform, hosts * devices
+        is_tpu = self.platform == "tpu"
+        self.spec = f"{name}:{self.num_devices if is_tpu or hosts == 1 else f'{hosts}x{devices}'}"
+        # As the compiler names it: the torus, or slices x hosts x devices.
+        self.topology = _TOPOLOGIES[name][self.num_devices] if is_tpu else f"1x{hosts}x{devices}"
 
 
 def target(spec: str) -> Target:
-    """Parses a target spec: ``"chip:devices"``, as ``"v5p:8"``, or on GPUs also ``"chip:hosts x devices"``.
-
-    Raises:
-        ValueError: If the chip is unknown, or machines do not come in that size.
-    """
+    """Parses a target spec; a ValueError if the chip is unknown, or machines do not come in that size."""
     found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
     if found is None:
         raise ValueError(f"target {spec!r} must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
@@ -148,17 +124,12 @@ def target(spec: str) -> Target:
     chip = CHIPS[name]
     whole = chip.devices_per_host
     if chip.platform == "tpu":
-        if hosts is not None:
-            raise ValueError(f"target {spec!r} must give the chips of the slice alone, such as '{name}:8'")
-        if devices not in _TOPOLOGIES[name]:
-            *others, last = map(str, _TOPOLOGIES[name])
-            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {', '.join(others)} or {last} chips")
-    elif hosts is not None:
-        if not (1 <= devices <= whole and int(hosts) >= 1):
-            raise ValueError(f"target {spec!r} must have at least 1 host of 1 to {whole} devices")
-        return Target(chip, int(hosts), devices)
-    elif devices < whole and devices:
-        return Target(chip, 1, devices)
-    elif devices == 0 or devices % whole:
+        if hosts is not None or devices not in _TOPOLOGIES[name]:
+            sizes = ", ".join(map(str, _TOPOLOGIES[name]))
+            raise ValueError(f"target {spec!r} makes no torus: {name} comes in {sizes} chips")
+        return Target(chip, devices // whole, whole)
+    if hosts is None and (devices < whole or devices % whole == 0):
+        hosts, devices = max(1, devices // whole), min(devices, whole)
+    if hosts is None or not (1 <= devices <= whole and int(hosts) >= 1):
         raise ValueError(f"target {spec!r} must have 1 to {whole} devices, a multiple of {whole}, or hosts x devices")
-    return Target(chip, devices // whole, whole)
+    return Target(chip, int(hosts), devices)

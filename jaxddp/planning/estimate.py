@@ -70,8 +70,12 @@ class Run:
 
 def estimate(run: Run) -> StepTime:
     """Estimates one step."""
-    work, again = run.workload, run.workload.recomputed
-    products_s, moved_s, mix_s = product_seconds(run), _moved_seconds(run), _attention_seconds(run, 2)
+    work, again, bytes_per_s = run.workload, run.workload.recomputed, memory_rate(run.chip)
+    # What memory-bound kernels of a forward move, with the loss in float32.
+    elements = work.moved_per_token if run.is_compiled else work.moved_unfused_per_token
+    vocab = work.products[-1][2] if work.attention else 0
+    moved_s = run.tokens * (elements * run.element_bytes + _LOGITS_PASSES * 4 * vocab) / bytes_per_s
+    products_s, mix_s = product_seconds(run), _attention_seconds(run, 2)
     forward_s = _launched(run, products_s + mix_s + moved_s, 1)
     gradients_s = sum(
         count * (_product_s(run, run.tokens, rows, columns) + _product_s(run, rows, columns, run.tokens))
@@ -84,7 +88,11 @@ def estimate(run: Run) -> StepTime:
     exposed_s = _exposed_seconds(run, forward_s, backward_s) if run.num_ranks > 1 else 0.0
     passes = run.num_microbatches
     exposed_s *= passes if run.strategy == "zero3" else 1
-    return StepTime(passes * forward_s, passes * backward_s, _optimizer_seconds(run), exposed_s)
+    share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
+    optimizer_s = share * work.num_params * _UPDATE_BYTES[not run.is_compiled] / bytes_per_s
+    if not run.is_compiled:
+        optimizer_s = max(optimizer_s, share * len(work.tensors) * _UPDATE_KERNELS * _HOST_LAUNCH_S)
+    return StepTime(passes * forward_s, passes * backward_s, optimizer_s, exposed_s)
 
 
 def product_seconds(run: Run) -> float:
@@ -109,26 +117,11 @@ def _attention_seconds(run: Run, num_products: int) -> float:
     return flops / product_rate(run.chip, run.products, shape)
 
 
-def _moved_seconds(run: Run) -> float:
-    """Memory-bound kernels of a forward, with the loss in float32."""
-    workload = run.workload
-    elements = workload.moved_per_token if run.is_compiled else workload.moved_unfused_per_token
-    vocab = workload.products[-1][2] if workload.attention else 0
-    return run.tokens * (elements * run.element_bytes + _LOGITS_PASSES * 4 * vocab) / memory_rate(run.chip)
-
-
 def _launched(run: Run, seconds: float, passes: float) -> float:
     """Adds the gaps of kernels to what they take; if the host launches each, it takes at least as long as that."""
     num_layers = max(1, len(run.workload.unit_tensors) - 2)
     kernels = passes * num_layers * _KERNELS_OF_A_BLOCK[not run.is_compiled]
     return seconds + kernels * kernel_s(run.chip) if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
-
-
-def _optimizer_seconds(run: Run) -> float:
-    share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
-    seconds = share * run.workload.num_params * _UPDATE_BYTES[not run.is_compiled] / memory_rate(run.chip)
-    launches_s = share * len(run.workload.tensors) * _UPDATE_KERNELS * _HOST_LAUNCH_S
-    return seconds if run.is_compiled else max(seconds, launches_s)
 
 
 def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:

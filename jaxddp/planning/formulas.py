@@ -1,14 +1,10 @@
 """Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
 
-Sizes are in bytes, times in seconds, rates per second. Arguments are not checked: ``plan.py`` and the commands check
-what a user gives.
+Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the commands check what a user gives.
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
 dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
-includes the float32 master. Each ZeRO stage shards one more component over N ranks:
-
-    stage 0   p + g + a + K             stage 2   p + (g + a + K) / N
-    stage 1   p + g + a + K / N         stage 3   (p + g + a + K) / N
+includes the float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3 also p.
 
 Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
 everything counts 1, an all-reduce 2:
@@ -38,14 +34,12 @@ groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 wh
     TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
     DP               0                                2 e P r(R) / (X Y W_R)           the same
 
-The times of FSDP and TP add, or the longer one counts if they overlap. The least B follows; TP's time grows with B as
-compute does, so there may be none.
+The times of FSDP and TP add, or the longer one counts if they overlap. TP's time grows with B as compute does, so there
+may be no B that is compute-bound.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+    Rajbhandari et al., ZeRO, SC 2020. Li et al., PyTorch Distributed, VLDB 2020. Stanford CS336, assignment 2.
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
-    Stanford CS336, assignment 2 (2025: ddp_bucketed_benchmarking, communication_accounting; 2026: section 8).
 """
 
 from __future__ import annotations
@@ -59,7 +53,6 @@ import numpy as np
 
 from .workload import Workload
 
-STAGES = (0, 1, 2, 3)
 DATA_PARALLEL = ("naive", "flat", "overlapped", "bucketed")
 STRATEGIES = (*DATA_PARALLEL, "zero1", "zero2", "zero3", "sharded_optimizer")
 
@@ -71,11 +64,6 @@ class PerParameter(NamedTuple):
     gradient: int
     optimizer: int
     accumulator: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes without sharding."""
-        return sum(self)
 
 
 FP32 = PerParameter(4, 4, 8)
@@ -89,11 +77,6 @@ class StateBytes(NamedTuple):
     parameters: float
     gradients: float
     optimizer_state: float
-
-    @property
-    def total(self) -> float:
-        """Sum of all three."""
-        return sum(self)
 
 
 def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
@@ -120,42 +103,22 @@ def least_ranks(cut_bytes: float, whole_bytes: float, capacity_bytes: float) -> 
     return math.floor(cut_bytes / room) + 1 if room > 0 else math.inf
 
 
-class Traffic(NamedTuple):
-    """What a rank sends in one optimizer step, in units of (N-1)/N elements per parameter."""
-
-    gradients: int
-    parameters: int
-
-    @property
-    def total(self) -> int:
-        """Gradients and parameters."""
-        return sum(self)
-
-
-def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> Traffic:
-    """Counts what a strategy sends over A micro-batches."""
+def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "once"] = "every") -> tuple[int, int]:
+    """Counts what a rank sends in a step, of gradients and of parameters, in (N-1)/N elements per parameter."""
     reductions = num_microbatches if reduce == "every" else 1
     if strategy in DATA_PARALLEL:
-        return Traffic(2 * reductions, 0)
+        return 2 * reductions, 0
     if strategy == "sharded_optimizer":
-        return Traffic(2 * reductions, 1)
-    return Traffic(reductions, 2 * num_microbatches if strategy == "zero3" else 1)
-
-
-def sent_bytes(
-    traffic: Traffic, num_params: float, num_ranks: int, gradient_bytes: float = 4, parameter_bytes: float = 4
-) -> float:
-    """Computes the bytes that each rank sends per optimizer step; the last two are per element on the wire."""
-    units = traffic.gradients * gradient_bytes + traffic.parameters * parameter_bytes
-    return units * num_params * (num_ranks - 1) / num_ranks
+        return 2 * reductions, 1
+    return reductions, 2 * num_microbatches if strategy == "zero3" else 1
 
 
 class Buckets(NamedTuple):
-    """The best number of equal buckets n*, as a real number, their size and T(n*), the time that they expose."""
+    """The best number of equal buckets."""
 
-    num_buckets: float
+    num_buckets: float  # n*
     bucket_bytes: float
-    tail_s: float
+    tail_s: float  # T(n*), which they expose
     regime: str
 
 
@@ -214,14 +177,9 @@ class Times(NamedTuple):
 
 
 def times(
-    workload: Workload,
-    rates: DeviceRates,
-    tokens: float,
-    fsdp: float,
-    tp: float,
-    dp: float = 1,
+    workload: Workload, rates: DeviceRates, tokens: float, fsdp: float, tp: float, dp: float = 1,
     assumptions: Assumptions = DEFAULT,
-) -> Times:
+) -> Times:  # fmt: skip
     """Computes the times of the table above, with ``tokens`` for B over all devices, X, Y and R."""
     size_bytes = assumptions.element_bytes * workload.num_params
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * tokens
@@ -255,10 +213,7 @@ class Split(NamedTuple):
 
 
 def best_split(
-    workload: Workload,
-    rates: Callable[[int, int], DeviceRates],
-    num_devices: int,
-    assumptions: Assumptions = DEFAULT,
+    workload: Workload, rates: Callable[[int, int], DeviceRates], num_devices: int, assumptions: Assumptions = DEFAULT
 ) -> Split:
     """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
     splits = [(num_devices // tp, tp) for tp in range(1, num_devices + 1) if num_devices % tp == 0]
@@ -275,10 +230,7 @@ class Fit(NamedTuple):
 
 
 def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
-    """Fits ``t = o + S / w`` by relative error: times span three decades.
-
-    Raises a ValueError if there are fewer than two different sizes, or times do not grow with sizes.
-    """
+    """Fits ``t = o + S / w`` by relative error; a ValueError without two sizes, or if times do not grow with them."""
     size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
     if len(set(size)) < 2:
         raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")

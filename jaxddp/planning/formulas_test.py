@@ -6,8 +6,15 @@ import pytest
 
 from jaxddp.comparison_test import refusal
 from jaxddp.models import SIZES, abstract
-from jaxddp.planning import formulas
-from jaxddp.planning.formulas import Assumptions, DeviceRates, best_buckets, gathered_bytes, min_tokens, times
+from jaxddp.planning.formulas import (
+    Assumptions,
+    DeviceRates,
+    best_buckets,
+    fit_sweep,
+    gathered_bytes,
+    min_tokens,
+    times,
+)
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
 
@@ -65,7 +72,7 @@ def test_the_least_batch_is_where_the_times_meet(workload, ranks):
 
 def test_a_sweep_without_sizes_or_growing_times_is_refused():
     for sizes, seconds in (([1e6], [1e-3]), ([1e6, 1e6], [1e-3, 2e-3]), ([1e6, 2e6], [2e-3, 1e-3])):
-        assert re.search("two different sizes|must grow", refusal(formulas.fit_sweep, sizes, seconds))
+        assert re.search("two different sizes|must grow", refusal(fit_sweep, sizes, seconds))
 
 
 @pytest.mark.parametrize("name", ["tiny", "seed_xl"])

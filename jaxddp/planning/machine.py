@@ -2,24 +2,21 @@
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
 of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. For TPU v5p the compute-bound conditions are known with the scaling book's rounded 4.6e14 FLOP/s and
-2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
-
-References:
-    Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/tpus
+what one axis does. A v5p has the numbers of the scaling book (https://jax-ml.github.io/scaling-book/tpus): 4.6e14
+FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..arguments import check_positive
 from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, is_measured, measured
 from . import chips
-from .chips import Chip, Target
+from .chips import Target
 from .formulas import DeviceRates
 from .products import as_measured
 
@@ -34,24 +31,14 @@ def target(spec: str, *, peaks: bool = False) -> Target:
 
 
 def network_of(
-    target: Target,
-    gb_per_s: float | None = None,
-    host_gb_per_s: float | None = None,
-    latency_us: float | None = None,
-    file: str | None = None,
-) -> Network:
+    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None,
+    latency_us: float | None = None, file: str | None = None,
+) -> Network:  # fmt: skip
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
-    Args:
-        target: Chips and hosts.
-        gb_per_s: What a device sends within its host, or over all links of its torus; the published links if None.
-        host_gb_per_s: What it sends to other hosts; unused on one host.
-        latency_us: Microseconds per all-reduce call; 15 if None.
-        file: Measured curves within a host in place of speed and latency: a file, or ``"measured"`` for the chip's own,
-            or ``"measured:a3mega"`` with those of that fabric between hosts.
-
-    Raises:
-        ValueError: If a number is out of range, the file cannot be used, or contradicts a given speed.
+    A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
+    None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
+    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
@@ -84,98 +71,66 @@ def network_in_words(target: Target, network: Network) -> str:
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
 
 
-class Axes(NamedTuple):
-    """How many axes of a torus each kind of group spans, M_X, M_Y and M_R.
+class Cluster(NamedTuple):
+    """Devices to plan for."""
 
-    ``is_exact`` is whether the groups are products of whole axes; otherwise the counts are assumed.
-    """
-
-    fsdp: int
-    tp: int
-    dp: int
-    is_exact: bool = True
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Devices to plan for; raises a ValueError if a number is out of range."""
-
-    name: str  # a target spec
-    num_devices: int
-    flops_per_s: float  # peak of one device, for the planned dtype
-    memory_bytes: float  # of one device
+    target: Target  # its chip has the rates and the memory to plan with
     network: Network  # what a device sends; on a torus, over one of its axes
-    torus: tuple[int, ...] = ()  # sides; empty on GPUs
-    products: str = ""  # the dtype in which products are computed, whose peak ``flops_per_s`` is; empty if set by hand
-    chip: Chip | None = None  # with its rates; None if ``flops_per_s`` was set by hand
+    dtype: str  # of matrix products, activations and communication
+    products: str  # the dtype in which a device multiplies
+    flops_per_s: float  # its peak
+    torus: tuple[int, ...]  # sides; empty on GPUs
+    is_by_hand: bool  # whether the peak was given
 
-    def __post_init__(self) -> None:
-        check_positive("flops_per_s", self.flops_per_s)
-        check_positive("memory_bytes", self.memory_bytes)
-
-    def axes(self, fsdp: int, tp: int) -> Axes:
-        """Assigns the axes of the torus to groups of ``fsdp`` and ``tp`` ranks.
-
-        If no whole axes have sides that multiply to their sizes, FSDP has two and TP one, or FSDP alone all three.
-        """
-        groups = [fsdp, tp, math.prod(self.torus) // (fsdp * tp)]
+    def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
+        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes."""
+        groups = [fsdp, tp, self.target.num_devices // (fsdp * tp)]
         for kinds in itertools.product(range(3), repeat=len(self.torus)):
             sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
             if [math.prod(each) for each in sides] == groups:
                 # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
                 over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
-                return Axes(over_fsdp, over_tp, over_dp)
-        return Axes(3 if tp == 1 else 2, 1, 1, is_exact=False)
+                return (over_fsdp, over_tp, over_dp), True
+        return (3 if tp == 1 else 2, 1, 1), False  # FSDP has two and TP one, or FSDP alone all three
 
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
         link = self.network.gb_per_s * GB
         if self.torus:
-            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[:3]))
+            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[0]))
 
         def rate(group: range) -> float:
             if len(group) < 2:
                 return link
             return (len(group) - 1) / len(group) / self.network.transfer_s("reduce-scatter", 1.0, group)
 
-        groups = range(0, fsdp * tp, tp), range(tp), range(0, self.num_devices, fsdp * tp)
+        groups = range(0, fsdp * tp, tp), range(tp), range(0, self.target.num_devices, fsdp * tp)
         return DeviceRates(self.flops_per_s, *map(rate, groups))
 
 
 def cluster_of(
-    target: Target,
-    dtype: str,
-    *,
-    flops_per_s: float | None = None,
-    memory_bytes: float | None = None,
-    gb_per_s: float | None = None,
-    host_gb_per_s: float | None = None,
-    latency_us: float | None = None,
-    file: str | None = None,
-) -> Cluster:
-    """Makes the cluster of a target: its published numbers, apart from what is given.
-
-    The network is that of ``network_of``; on a torus ``gb_per_s`` is what a device sends over one axis. Raises a
-    ValueError if a number is out of range, or the chip has no published peak for the dtype.
-    """
-    chip, is_torus = target.chip, target.platform == "tpu"
+    target: Target, dtype: str, *, flops_per_s: float | None = None, memory_bytes: float | None = None,
+    gb_per_s: float | None = None, **network: Any,
+) -> Cluster:  # fmt: skip
+    """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
+    chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    by_hand = flops_per_s is not None
-    if flops_per_s is None:
-        if key not in chip.flops_per_s:
-            raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
-        flops_per_s = _BOOK_FLOPS_PER_S.get((chip.name, key), chip.flops_per_s[key])
-    if is_torus and host_gb_per_s is not None:
-        raise ValueError(f"host_gb_per_s (={host_gb_per_s}) must be left out for {target.spec!r}, which is one torus")
-    if gb_per_s is None and file is None:
+    if target.platform == "tpu" and (given := network.get("host_gb_per_s")) is not None:
+        raise ValueError(f"host_gb_per_s (={given}) must be left out for {target.spec!r}, which is one torus")
+    if gb_per_s is None and network.get("file") is None:
         gb_per_s = _BOOK_GB_PER_S.get(chip.name)
-    return Cluster(
-        name=target.spec,
-        num_devices=target.num_devices,
-        flops_per_s=flops_per_s,
-        memory_bytes=chip.memory_bytes if memory_bytes is None else memory_bytes,
-        network=network_of(target, gb_per_s, host_gb_per_s, latency_us, file),
-        torus=tuple(int(side) for side in target.topology.split("x") if int(side) > 1) if is_torus else (),
-        products="" if by_hand else key,
-        chip=None if by_hand else chip,
-    )
+    found = network_of(target, gb_per_s, **network)
+    if memory_bytes is not None:
+        check_positive("memory_bytes", memory_bytes)
+        chip = replace(chip, memory_bytes=int(memory_bytes))
+    if flops_per_s is not None:
+        check_positive("flops_per_s", flops_per_s)
+        chip = replace(chip, flops_per_s={**chip.flops_per_s, key: flops_per_s}, is_measured=False)
+    elif key not in chip.flops_per_s:
+        raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
+    elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
+        chip = replace(chip, flops_per_s={key: book})
+    sides = target.topology.split("x") if target.platform == "tpu" else ()
+    torus = tuple(int(side) for side in sides if int(side) > 1)
+    is_by_hand = flops_per_s is not None
+    return Cluster(replace(target, chip=chip), found, dtype, key, chip.flops_per_s[key], torus, is_by_hand)

@@ -12,18 +12,16 @@ A chip has these rates after ``as_measured``; until then its peaks.
 
 References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
-    stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS.
-    waynehacking8/blackwell-tensorcore-kernels, results/bench.csv: cublasSgemm on an H100.
-    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles of cuBLAS, tile and wave quantization.
-    Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
+    stas00/ml-engineering, compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm.
+    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles and waves. Dao, FlashAttention-2, 2023.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,16 +46,16 @@ def as_measured(chip: Chip) -> Chip:
 
 
 def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float:
-    """FLOP/s of a matrix product; ``shape`` is its batch, rows, columns and contracted length, empty if unknown.
-
-    A dtype without a published peak counts as the slowest published one.
-    """
+    """FLOP/s of a matrix product; ``shape`` is its batch, rows, columns and contracted length, empty if unknown."""
+    # A dtype without a published peak counts as the slowest published one.
     peak = chip.flops_per_s.get(dtype, min(chip.flops_per_s.values()))
     if not chip.is_measured:
         return peak
     name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
     if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
-        return 1e12 * _interpolated(*_table(name, _COLUMNS[dtype]), shape)
+        table, sizes = _table(name, _COLUMNS[dtype])
+        more = max(1.0, shape[0] / sizes[0][-1])  # a larger batch counts as more rows
+        return 1e12 * _interpolated(table, sizes, (shape[0] / more, shape[1] * more, *shape[2:]))
     if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
         return peak
     return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
@@ -117,17 +115,14 @@ def _table(name: str, column: int) -> tuple[dict[Shape, float], list[list[float]
     return table, [sorted(set(values)) for values in zip(*table, strict=True)]
 
 
-def _interpolated(table: dict[Shape, float], sizes: list[list[float]], shape: Shape) -> float:
-    batch, rows, columns, contracted = shape
-    more = max(1.0, batch / sizes[0][-1])
-    corners: list[list[tuple[float, float]]] = []  # of each size, the one or two measured ones beside it, with weights
-    for size, known in zip((batch / more, rows * more, columns, contracted), sizes, strict=True):
-        at = min(max(size, known[0]), known[-1])
-        above, below = min(each for each in known if each >= at), max(each for each in known if each <= at)
-        weight = math.log(at / below) / math.log(above / below) if above > below else 0.0
-        corners.append([(below, 1 - weight), (above, weight)])
-    log_rate = 0.0
-    for each in itertools.product(*corners):
-        at_corner, weights = zip(*each, strict=True)
-        log_rate += math.prod(weights) * math.log(table[at_corner])
-    return math.exp(log_rate)
+def _interpolated(
+    table: dict[Shape, float], sizes: list[list[float]], shape: Sequence[float], corner: tuple[float, ...] = ()
+) -> float:
+    """Interpolates in the logarithms of one size after the other; beyond the table the nearest sizes' rate."""
+    if len(corner) == len(sizes):
+        return table[corner]  # type: ignore[index]
+    known, size = sizes[len(corner)], shape[len(corner)]
+    at = min(max(size, known[0]), known[-1])
+    below, above = max(each for each in known if each <= at), min(each for each in known if each >= at)
+    low, high = (_interpolated(table, sizes, shape, (*corner, each)) for each in (below, above))
+    return low * (high / low) ** (math.log(at / below) / math.log(above / below)) if above > below else low

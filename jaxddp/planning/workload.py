@@ -12,11 +12,11 @@ The transformer by default is that of ``jaxddp.models``: attention adds four D x
 with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
 inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
 the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits. The vocabulary is split as F is; the reductions that this needs are neglected. For seed_xl on 8 H100s in float32
-this gives 2.36 and 9.44 GB at 16 and 64 sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
+logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 and 9.44 GB at 16 and 64
+sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
 
 Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
-in the backward: 5 products there. Checkpointing computes activations again in the backward:
+in the backward: 5 products there. Checkpointing (Korthikanti et al., MLSys 2023) computes activations again:
 
     none        nothing                                       keeps all of the above
     selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
@@ -24,21 +24,16 @@ in the backward: 5 products there. Checkpointing computes activations again in t
 
 Memory-bound kernels read and write, in a fused forward, 13 D + 3 F elements per token and block, and 4 H T for weights
 that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 5 F and 12 H T.
-
-References:
-    Stanford CS336 (2025), assignment 2, communication_accounting.
-    Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_ATTENTIONS = ("full", "flash")
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # by checkpointing
 
 
@@ -52,7 +47,7 @@ class Attention(NamedTuple):
     flops_per_token: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload:
     """Counts of one model; elements are per token of a forward."""
 
@@ -68,21 +63,11 @@ class Workload:
     moved_unfused_per_token: int = 0
     recomputed: float = 0.0  # share of the forward's products that the backward computes again
 
-    @cached_property
-    def tensor_elements(self) -> tuple[int, ...]:
-        """Elements of each parameter, in forward order."""
-        return tuple(math.prod(shape) for _, shape in self.tensors)
-
-    @cached_property
-    def num_params(self) -> int:
-        """Elements of all parameters."""
-        return sum(self.tensor_elements)
-
-    @cached_property
-    def unit_params(self) -> tuple[int, ...]:
-        """Elements of each unit, in forward order."""
+    def __post_init__(self) -> None:
+        self.tensor_elements = [math.prod(shape) for _, shape in self.tensors]  # of each parameter, in forward order
+        self.num_params = sum(self.tensor_elements)
         sizes = iter(self.tensor_elements)
-        return tuple(sum(next(sizes) for _ in range(count)) for count in self.unit_tensors)
+        self.unit_params = [sum(itertools.islice(sizes, count)) for count in self.unit_tensors]  # of each unit
 
 
 def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int = 2) -> Workload:
@@ -100,31 +85,15 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
 
 
 def transformer(
-    vocab: int,
-    context: int,
-    width: int,
-    num_layers: int,
-    num_heads: int,
-    hidden: int,
-    *,
-    attention: str = "full",
-    checkpointing: str = "none",
-    kv_heads: int | None = None,
-    num_matrices: int = 3,
-    is_tied: bool = False,
+    vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int, *, attention: str = "full",
+    checkpointing: str = "none", kv_heads: int | None = None, num_matrices: int = 3, is_tied: bool = False,
     is_causal: bool = True,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """Counts the decoder-only transformer of ``jaxddp.models``, or one that differs from it as the keywords say.
 
-    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, T for ``context``, D for ``width``,
-    L for ``num_layers``, H for ``num_heads``, F for ``hidden``. Biases and learned positions are neglected.
-
-    ``attention`` is ``"full"`` or ``"flash"``, ``checkpointing`` ``"none"``, ``"selective"`` or ``"full"``. What is not
-    gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding; ``is_causal`` is the attention.
+    It has ``2 V D + L (4 D^2 + 3 D F + 2 D) + D`` parameters, with V for ``vocab``, L for ``num_layers``. What is not
+    gated has 2 matrices in a feed-forward; a head that ``is_tied`` is the embedding. Biases are neglected.
     """
-    for name, value, known in (("attention", attention, _ATTENTIONS), ("checkpointing", checkpointing, _RECOMPUTED)):
-        if value not in known:
-            raise ValueError(f"{name} (={value!r}) must be one of {', '.join(known)}")
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
     narrow = width // num_heads * (kv_heads or num_heads)
     block = (
@@ -138,7 +107,7 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    is_flash = attention == "flash"
+    is_flash = {"full": False, "flash": True}[attention]
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
     split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)

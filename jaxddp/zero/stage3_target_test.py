@@ -1,4 +1,4 @@
-"""What zero3 compiles to on 8 H100s or TPUs that are not here: what a layer adds to memory, and how often units are gathered.
+"""What zero3 compiles to on 8 H100s or TPUs that are not here: a layer's memory, and how often units are gathered.
 
 A layer's whole parameters take 8 MiB, and so do their gradients; 1/8 of these is a shard of either. Its backward needs
 the layer's input and the wide product, 512 + 2048 elements of each of 512 tokens on a device: 5 MiB.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxddp import targets
-from jaxddp.cli.inspect_console import as_json, show
+from jaxddp.cli.inspect import as_json, show
 from jaxddp.instruments.inspect import Inspection
 from jaxddp.instruments.simulate import Bound, simulate
 from jaxddp.instruments.testdata import schedule_of
