@@ -291,18 +291,10 @@ class Trainer:
         batch = self._place(model, batch, self.num_microbatches, state)
         program = model.step(state, batch)
         with self._watched(is_call=False) as results:
-            try:
-                result = program(state, batch)
-                if model.platform == "cpu":
-                    # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
-                    jax.block_until_ready(result)
-            except ValueError as error:
-                if "input shardings that disagree" in str(error):
-                    raise ValueError(
-                        f"state must lie over the devices as init of a trainer with strategy {self.strategy.name!r}"
-                        " makes it: give arrays put into it the shardings of those before, by jax.device_put"
-                    ) from error
-                raise
+            result = program(state, batch)
+            if model.platform == "cpu":
+                # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
+                jax.block_until_ready(result)
             results.append(result[1]["loss"])
         if self.nonfinite == "raise" and result[1].pop("skipped"):
             self._raise_nonfinite(*result)
@@ -542,8 +534,13 @@ class Trainer:
             begin_step(is_call)
         try:
             yield results
-        except Exception:
+        except Exception as error:
             wait_for_end()
+            if "input shardings that disagree" in str(error):
+                raise ValueError(
+                    f"state must lie over the devices as init of a trainer with strategy {self.strategy.name!r} makes"
+                    " it: give arrays put into it the shardings of those before, by jax.device_put"
+                ) from error
             raise
         if self._spans_job:
             end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
