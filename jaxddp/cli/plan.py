@@ -113,12 +113,10 @@ def _job(arguments: argparse.Namespace) -> Any:
 
     workload, sequence_length = _workload(arguments)
     is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
-    machine = target(_DEFAULT_TARGET if arguments.target is None else arguments.target, peaks=arguments.peaks)
-    for name in ("fsdp", "tp"):
-        if (value := getattr(arguments, name)) is not None:
-            check_integer(name, value)
-    tp = arguments.tp or (_DEFAULT_TP if is_example else 1)
-    fsdp = arguments.fsdp or (_DEFAULT_FSDP if is_example else max(1, machine.num_devices // tp))
+    machine = target(arguments.target or _DEFAULT_TARGET, peaks=arguments.peaks)
+    fsdp, tp = (_DEFAULT_FSDP, _DEFAULT_TP) if is_example else (arguments.fsdp, arguments.tp)
+    tp = 1 if tp is None else tp
+    fsdp = max(1, machine.num_devices // max(1, tp)) if fsdp is None else fsdp
     memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
     cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
