@@ -48,7 +48,7 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
 
         found, sources = Counter[str](), {}
         for one in collectives(program, *args, target=target).found:
-            found[_line(one)] += one.times
+            found[_line(one)] += one.count
             sources[_line(one)] = one
         path = Path(request.path).parent / snapshot
         if request.config.getoption("--update-collectives"):
@@ -103,7 +103,7 @@ def check_collectives(
     wrong = [one for kind in not_in_loops for one in found.in_loops(kind)]
     wrong += found.each_microbatch() if reduced_once else []
     if wrong:
-        lines = [f"  {_line(one)}, {one.times} times: {one.source}" for one in dict.fromkeys(wrong)]
+        lines = [f"  {_line(one)}, {one.count} times: {one.source}" for one in dict.fromkeys(wrong)]
         raise AssertionError("\n".join(["collectives in a loop:", *lines]))
     if max_bytes is not None and found.num_bytes > max_bytes:
         raise AssertionError(f"{in_bytes(found.num_bytes)} are sent where {max_bytes:,} bytes are allowed\n{found}")

@@ -13,7 +13,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,8 @@ class Loop(NamedTuple):
     trips: int  # its iterations; 1 where the program does not say, which is among the notes
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """A collective of a compiled program, and others that are the same from the same line."""
 
     kind: str  # such as "all-reduce"
@@ -45,7 +46,7 @@ class Found(NamedTuple):
     dtype: str  # of the buffer, in HLO's spelling
     num_ranks: int  # devices that take part in one
     axes: tuple[str, ...] | None  # the mesh axes that they lie along; None where no mesh is known that says so
-    times: int  # how often in one call, with all iterations of the loops around it; at most, if it is in a branch
+    count: int  # how often in one call, with all iterations of the loops around it; at most, if it is in a branch
     phase: str  # "forward", "backward" or "optimizer"
     loops: tuple[Loop, ...]  # around it, the innermost last
     is_hidden: bool  # whether the program computes between its start and its end
@@ -63,7 +64,7 @@ class Collectives:
 
     def __post_init__(self) -> None:
         # Sorted (kind, bytes) of every one, those of a loop once per iteration; bytes of the full buffers of all.
-        self.pairs = sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.times)
+        self.pairs = sorted(pair for one in self.found for pair in [(one.kind, one.num_bytes)] * one.count)
         self.num_bytes = sum(num_bytes for _, num_bytes in self.pairs)
 
     def in_loops(self, kind: str = "") -> list[Found]:
@@ -78,7 +79,7 @@ class Collectives:
     def __str__(self) -> str:
         counts = Counter({one.kind: 0 for one in self.found})
         for one in self.found:
-            counts[one.kind] += one.times
+            counts[one.kind] += one.count
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "no collectives"
         lines = [f"{kinds} in one call on {self.num_devices} devices, {in_bytes(self.num_bytes)}"]
         if self.found:
@@ -86,7 +87,7 @@ class Collectives:
             left = ("dtype", "axes", "phase", "in loops of", "hidden", "line")
             lines += ["", table(heads, [_cells(one) for one in self.found], left=left), ""]
         if again := self.each_microbatch():
-            num_bytes = sum(one.num_bytes * one.times for one in again)
+            num_bytes = sum(one.num_bytes * one.count for one in again)
             lines.append(f"Reduced once per micro-batch: {len(again)} of these lines, {in_bytes(num_bytes)}.")
         if any(one.is_conditional for one in self.found):
             lines.append("Up to: in a branch of a lax.cond, counted as if it always ran.")
@@ -121,10 +122,10 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     else:
         compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
     schedule = read_schedule(compiled)
-    times: Counter[Found] = Counter()
+    counts: Counter[Found] = Counter()
     for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
-        times[one._replace(times=0)] += one.times
-    found = tuple(one._replace(times=count) for one, count in times.items())
+        counts[replace(one, count=0)] += one.count
+    found = tuple(replace(one, count=count) for one, count in counts.items())
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
@@ -217,7 +218,7 @@ def loops_of(one: Found) -> str:
 
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
-    times = f"up to {one.times:,}" if one.is_conditional else f"{one.times:,}"
+    times = f"up to {one.count:,}" if one.is_conditional else f"{one.count:,}"
     path = Path(one.source)
     line = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
     return (

@@ -66,7 +66,7 @@ def test_a_gather_in_a_loop_of_layers_has_its_line_and_phase_and_is_counted_once
     gathers = found.in_loops("all-gather")
     assert {one.phase for one in gathers} == {"forward", "backward"}
     for one in gathers:
-        assert (one.times, one.loops, one.num_bytes) == (3, (Loop(LAYERS, 3),), 4 * WIDTH**2)
+        assert (one.count, one.loops, one.num_bytes) == (3, (Loop(LAYERS, 3),), 4 * WIDTH**2)
         # Of the product, or of the loop that cuts the weight, as newer versions of XLA have it.
         assert one.source in (line_of(loss_fn, "jnp.tanh"), line_of(loss_fn, "lax.scan"))
     assert "3 layers" in str(found) and "tanh" not in str(found)
@@ -84,7 +84,7 @@ def test_gradients_that_are_reduced_once_per_micro_batch_are_found():
     found = collectives(accumulated, params, batches)
     again = found.each_microbatch()
     assert again and {one.loops[0] for one in again} == {Loop(MICROBATCHES, 5)}
-    assert sum(one.times for one in again if Loop(LAYERS, 3) in one.loops) == 15
+    assert sum(one.count for one in again if Loop(LAYERS, 3) in one.loops) == 15
     assert "Reduced once per micro-batch" in str(found)
 
 
@@ -181,7 +181,7 @@ def test_a_program_of_simulated_devices_is_compiled_for_a_target(chip):
     batches = shape(5, 16, WIDTH, spec=(None, "data"), over=over)
     found = collectives(step, fsdp_params(over), batches, target=f"{chip}:4")
     assert found.num_devices == 4 and found.in_loops()
-    assert sum(one.times for one in found.in_loops() if Loop(LAYERS, 3) in one.loops) >= 15
+    assert sum(one.count for one in found.in_loops() if Loop(LAYERS, 3) in one.loops) >= 15
 
 
 def test_what_is_donated_of_a_jitted_function_is_donated_on_a_target(monkeypatch):
@@ -223,7 +223,7 @@ def test_a_collective_in_a_branch_is_marked_since_it_may_not_run():
     mapped = jax.shard_map(step, mesh=over, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     xs, count = shape(3, WIDTH), jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(over, P()))
     found = collectives(mapped, xs, count)
-    assert sorted((one.num_bytes, one.times, one.is_conditional) for one in found.found) == [
+    assert sorted((one.num_bytes, one.count, one.is_conditional) for one in found.found) == [
         (4 * WIDTH, 3, True), (3 * 4 * WIDTH, 1, False)
     ]  # fmt: skip
     printed = str(found).splitlines()

@@ -131,10 +131,10 @@ def test_a_round_of_a_loop_gathers_for_the_next_and_scatters_for_the_last(compil
     assert passes == {("all-gather", "forward"), ("all-gather", "backward"), ("reduce-scatter", "backward")}
     # The gradients of the head and of the embedding.
     outside = [one for one in found.found if one.kind == "reduce-scatter" and one.num_bytes == 4 * WIDTH * VOCAB]
-    assert sum(one.times for one in outside) == 2
+    assert sum(one.count for one in outside) == 2
 
 
 def test_gathers_run_while_the_layer_before_computes_in_the_backward_too(compiled):
     """They wait for no gradient of their layer's results."""
     gathers = [one for one in compiled("loop", FEW).found.found if one.kind == "all-gather"]
-    assert sum(one.times for one in gathers) == 2 * FEW + 2 and all(one.is_hidden for one in gathers)
+    assert sum(one.count for one in gathers) == 2 * FEW + 2 and all(one.is_hidden for one in gathers)
