@@ -40,9 +40,7 @@ def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
 
-    Args:
-        logits: ``[..., vocab]``.
-        targets: Token ids ``[...]``, all of them valid: there is no ``ignore_index``.
+    ``logits [..., vocab]``, and ``targets [...]``, token ids, all of them valid: there is no ``ignore_index``.
 
     Example:
         >>> print(f"{cross_entropy(jnp.array([[1e4, 0.0], [0.0, 0.0]]), jnp.array([0, 1])):.4f}")
@@ -55,12 +53,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
-    """The mean loss of a model over a batch: cross-entropy where there are tokens, else mean-squared error.
+    """The mean loss of a model, or any function of the inputs, over a batch.
 
-    Args:
-        model: A module, or any function of the inputs.
-        batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
-            ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
+    Cross-entropy of ``{"tokens": [batch, length], "targets": [batch, length]}``, integers, or mean-squared error of
+    ``{"x": [batch, in_features], "y": [batch, out_features]}``.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -122,11 +118,6 @@ def _constructor(name_or_config: str | TransformerConfig) -> Callable[[nnx.Rngs]
     return lambda rngs: Transformer(config, rngs=rngs)
 
 
-def _graph(module: nnx.Module) -> Any:
-    """A module without its parameters."""
-    return nnx.split(module, nnx.Param)[0]
-
-
 def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tuple[Loss, Params]:
     """Splits a module into a function of its parameters and those parameters."""
     graph, state = nnx.split(model, nnx.Param)
@@ -136,8 +127,8 @@ def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tup
         return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
 
     config = model.config
-    embedding_graph, block_graph = _graph(model.embedding), _graph(model.layers[0])
-    norm_graph, head_graph = _graph(model.norm), _graph(model.head)
+    parts = model.embedding, model.layers[0], model.norm, model.head
+    embedding_graph, block_graph, norm_graph, head_graph = (nnx.split(part, nnx.Param)[0] for part in parts)
 
     def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
         config.check_length(tokens.shape[1])

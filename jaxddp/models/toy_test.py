@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxddp.models import FrozenToy, TiedToy, ToyMLP, UnusedToy
+from jaxddp.models.toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 
 MAKERS = {
     "mlp": lambda rngs: ToyMLP(3, 8, 2, rngs=rngs),

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxddp.models import SIZES, Attention, Transformer, TransformerConfig, rotary_tables, rotate
+from jaxddp.models import SIZES, Transformer, TransformerConfig, rotary_tables
+from jaxddp.models.transformer import Attention, rotate
 
 NUM_PARAMS = {
     "tiny": 7_248,
