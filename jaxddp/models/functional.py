@@ -127,8 +127,8 @@ def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tup
         return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
 
     config = model.config
-    parts = model.embedding, model.layers[0], model.norm, model.head
-    embedding_graph, block_graph, norm_graph, head_graph = (nnx.split(part, nnx.Param)[0] for part in parts)
+    parts: Any = model.embedding, model.layers[0], model.norm, model.head
+    embedding_graph, block_graph, norm_graph, head_graph = [nnx.split(part, nnx.Param)[0] for part in parts]
 
     def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
         config.check_length(tokens.shape[1])
