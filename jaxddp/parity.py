@@ -27,7 +27,7 @@ from .first_difference import mark as mark
 from .layout import cut_leaves, whole
 from .loss import Weighted, with_key
 from .mesh import data_mesh
-from .metrics import Mean, PerExample, Sum
+from .metrics import Mean, PerExample, Sum, map_marked
 from .registry import STRATEGIES, make_strategy
 from .step_parity import StepParityError as StepParityError
 from .step_parity import cast, difference, has_unlike_copies
@@ -170,9 +170,7 @@ class _Task:
             model_state, aux = model_state if self.trainer.has_aux else (model_state, None)
         elif self.trainer.has_aux:
             loss, aux = loss
-        markers = (Weighted, Mean, Sum, PerExample)
-        aux = jax.tree.map(_of_whole_batch, aux, is_leaf=lambda leaf: isinstance(leaf, markers))
-        return _of_whole_batch(loss), (model_state, aux)
+        return _of_whole_batch(loss), (model_state, map_marked(lambda _, leaf: _of_whole_batch(leaf), aux))
 
 
 def _under_strategies(
