@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
@@ -65,9 +65,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         if key is None:
             merged.eval()
         else:
-            nnx.reseed(
-                merged, policy="match_shape", **cast(Any, _keys(key, names))
-            )  # a stack of layers has one a layer
+            keys: Any = _keys(key, names)
+            nnx.reseed(merged, policy="match_shape", **keys)  # a stack of layers has one a layer
         result = loss(merged, batch)
         new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
         return (result[0], (new_state, result[1])) if has_aux else (result, new_state)
