@@ -118,7 +118,7 @@ def on_ranks(function):
 @pytest.mark.parametrize("root", [1.5, True])
 @pytest.mark.parametrize("rooted", [broadcast, reduce])
 def test_a_root_must_be_an_integer(rooted, root):
-    with pytest.raises(ValueError, match=r"^root \(=[^\n]*\) must be an integer, the number of a rank"):
+    with pytest.raises(ValueError, match=r"^root \(=[^\n]*\) must be .* an integer"):
         on_ranks(lambda x: rooted(x, "data", root))
 
 

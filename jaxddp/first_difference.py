@@ -80,8 +80,7 @@ class Comparison:
 
 def mark(name: str, value: jax.Array) -> jax.Array:
     """Gives a value to ``first_difference`` under the name of a module of PyTorch's; elsewhere it does nothing."""
-    record = _record.get()
-    return value if record is None else record.add(name, value)
+    return _record.get()(name, value)
 
 
 def first_difference(
@@ -147,21 +146,8 @@ Values = dict[tuple[str, bool], np.ndarray]
 """By name and whether it is a gradient: outputs in the order of the forward, then gradients by them."""
 
 
-class _Record:
-    """Values by name; each with a zero added, by which the loss can be differentiated."""
-
-    def __init__(self, zeros: Mapping[str, jax.Array] | None) -> None:
-        self.values: dict[str, jax.Array] = {}
-        self._zeros = zeros
-
-    def add(self, name: str, value: jax.Array) -> jax.Array:
-        name = _numbered(_canonical(name), self.values)
-        value = value if self._zeros is None else value + self._zeros[name]
-        self.values[name] = value
-        return value
-
-
-_record: ContextVar[_Record | None] = ContextVar("jaxddp_marks", default=None)
+_Mark = Callable[[str, jax.Array], jax.Array]
+_record: ContextVar[_Mark] = ContextVar("jaxddp_marks", default=lambda name, value: value)
 
 
 def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Values:
@@ -169,14 +155,21 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
         params, batch = jax.tree.map(jnp.asarray, cast((params, batch), dtype))
 
         def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-            record = _Record(zeros)
+            """The loss and what was marked, each with a zero added, by which the loss can be differentiated."""
+            values: dict[str, jax.Array] = {}
+
+            def record(name: str, value: jax.Array) -> jax.Array:
+                name = _numbered(_canonical(name), values)
+                values[name] = value if zeros is None else value + zeros[name]
+                return values[name]
+
             token = _record.set(record)
             try:
                 with _marked_linen(), _marked_nnx():
                     loss = loss_fn(params, batch)
             finally:
                 _record.reset(token)
-            return loss, record.values
+            return loss, values
 
         zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
         grads, values = jax.grad(recorded, has_aux=True)(zeros)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .arguments import check_leaves
 from .communication.buckets import TensorSpec
 
 
@@ -71,9 +72,8 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
                 " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen, or nnx.split(model, nnx.Param, ...),"
                 " take parameters and state apart"
             )
+    check_leaves("params", leaves)
     for name, leaf in leaves.items():
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"params leaf {name!r} (={leaf!r}) must be an array")
         if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "

@@ -66,19 +66,11 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
 def build(
     name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
-    """Makes a model's loss function and initial parameters.
+    """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters.
 
-    Args:
-        name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
-        seed: Seed of the initial values.
-        layer: Wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit.
-
-    Returns:
-        ``(loss_fn, params)``: ``loss_fn(params, batch)`` gives the mean loss; ``params`` are nested dictionaries of
-        float32 arrays, a tied parameter in them once. Cast the parameters to compute in another dtype.
-
-    Raises:
-        ValueError: If the name is not known, or the seed is negative.
+    ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
+    ``layer`` wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit. The parameters are nested
+    dictionaries of float32 arrays, a tied one in them once; cast them to compute in another dtype.
 
     Example:
         >>> loss_fn, params = build("tiny")
@@ -96,9 +88,6 @@ def abstract(
     name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
     """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated.
-
-    Raises:
-        ValueError: If the name is not known.
 
     Example:
         >>> loss_fn, params = abstract("2.7b")

@@ -159,16 +159,14 @@ def keep_to_loopback(job: Job) -> None:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
-def visible_gpus(indices: list[int] | None = None) -> list[str]:
-    """Names the GPUs that this process sees, all or some, without starting CUDA."""
+def visible_gpus() -> list[str]:
+    """Names the GPUs that this process sees, without starting CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         # access asks the cgroup too, where SLURM gives each task some; opening the file may start the GPU.
         files = _DEVICE_FILES.glob("nvidia[0-9]*")
-        names = [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
-    else:
-        names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return names if indices is None else [names[index] for index in indices]
+        return [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
 def _address(host: str, port: int) -> str:
