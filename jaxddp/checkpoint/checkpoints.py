@@ -59,7 +59,7 @@ class Checkpoints(CheckpointFolder):
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_state(state)
         data_position, step = as_json(data_position), int(state.step)
-        self._on_first(lambda: self._begin(step))
+        self._together(lambda: self._begin(step))
         arrays, nonfinite = {}, []
         for name, array in to_host(trainer, state):
             if not _is_finite(name, array):
@@ -75,7 +75,7 @@ class Checkpoints(CheckpointFolder):
             "data_position": data_position,
             "leaves": {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in places.items()},
         }
-        self._on_first(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
+        self._together(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
 
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
@@ -135,7 +135,7 @@ class Checkpoints(CheckpointFolder):
     def _read(self, about: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Reads arrays of a sound checkpoint, by name; a key's are its words."""
         path = self._path(about["step"]) / _FILE
-        arrays = self._on_each(lambda: read_arrays(path, leaves))
+        arrays = self._together(lambda: read_arrays(path, leaves), each=True)
         return {
             name: array if is_key(leaves[name]) else array.view(jnp.dtype(about["leaves"][name]["dtype"]))
             for name, array in arrays.items()
