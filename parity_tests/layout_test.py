@@ -111,7 +111,7 @@ def test_ranks_of_torch_import_jaxddps_planner_and_no_jax(tmp_path):
     assert of_commands == "False"
     ours = ("arguments", "checkpoint", "checkpoint.folder", "communication", "communication.buckets",
             "communication.owners", "discovery", "processes", "processes.job", "processes.replicas",
-            "processes.roll_call", "processes.stderr", "processes.torchrun", "processes.watchdog")  # fmt: skip
+            "processes.roll_call", "processes.stderr", "processes.watchdog")  # fmt: skip
     assert set(parent) == set(rank)
     assert sorted(rank) == ["jaxddp", *(f"jaxddp.{name}" for name in ours)]
 

@@ -147,21 +147,18 @@ class Checkpoints(CheckpointFolder):
         ``wanted`` are trees by their names in the state; with ``is_whole`` the checkpoint must have no more in them.
         """
         checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
-        names = dict.fromkeys(ours)
-        if is_whole:
-            names |= dict.fromkeys(name for name in saved if name.partition(".")[0] in wanted)
-        for name in names:
-            shape = np.shape(ours[name]) if name in ours else None
-            if name not in saved or shape != tuple(saved[name]["shape"]):
-                there = f"{saved[name]['dtype']} {tuple(saved[name]['shape'])}" if name in saved else "missing"
-                here = f"{_dtype_of(ours[name])} {shape}" if name in ours else "missing"
+        theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
+        for name in dict.fromkeys([*ours, *theirs]):
+            there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
+            here = (_dtype_of(ours[name]), np.shape(ours[name])) if name in ours else ("missing",)
+            if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"
-                raise ValueError(f"{checkpoint} is of another {owner}: {name} is {there} there and {here} here")
-        for name in names:
-            if not _holds(_dtype_of(ours[name]), dtype := saved[name]["dtype"]):
+                said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
+                raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
+            if not _holds(here[0], there[0]):
                 raise ValueError(
-                    f"{checkpoint} has {name} in {dtype}, of which {_dtype_of(ours[name])} here would lose bits:"
-                    f" restore in {dtype}"
+                    f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits:"
+                    f" restore in {there[0]}"
                 )
 
     @property

@@ -30,14 +30,9 @@ _MAX_BYTES = 2**20  # of a message
 def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
-    ``alike`` must be the same in all processes, such as versions; JSON values.
-
-    Returns:
-        In process 0 a connection to each other process, by its number; in the others that to process 0.
-
-    Raises:
-        ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
-            timeout, this one is refused, or they disagree.
+    ``alike``, JSON values such as versions, must be the same in all. Gives process 0 a connection to each other
+    process, by its number, and the others that to process 0. Raises a ValueError if the coordinator's port is taken or
+    nobody answers there, processes do not come within the timeout, this one is refused, or they disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
     if job.process_id == 0:
