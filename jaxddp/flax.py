@@ -36,17 +36,6 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
 
     Raises:
         ValueError: If the model is no ``nnx.Module``.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, jaxddp
-        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
-        >>> def loss(model, batch):
-        ...     return jnp.mean(model(batch["x"]) ** 2)
-        >>> loss_fn, params, model_state = from_nnx(model, loss)
-        >>> trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(4), has_state=True)
-        >>> state = trainer.init(params, model_state=model_state)
-        >>> state, metrics = trainer.step(state, {"x": jnp.arange(24.0).reshape(8, 3)})
-        >>> nnx.update(model, trainer.params(state), trainer.model_state(state))
     """
     check_kind("model", model, nnx.Module, "an nnx.Module")
     check_function("loss", loss)

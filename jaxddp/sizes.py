@@ -11,13 +11,8 @@ from .arguments import check_integer
 class TransformerConfig:
     """The sizes of a transformer.
 
-    Raises:
-        ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
-            size is odd (RoPE turns pairs).
-
-    Example:
-        >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
-        7248
+    Raises a ValueError if one is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head size
+    is odd (RoPE turns pairs).
     """
 
     vocab: int  # token ids run from 0 to vocab - 1

@@ -120,13 +120,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole language model.
-
-    Example:
-        >>> from jaxddp.sizes import SIZES
-        >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
-        (3, 8, 64)
-    """
+    """The whole language model."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
