@@ -105,9 +105,6 @@ def first_difference(
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Returns:
-        The comparison.
-
     Raises:
         ValueError: If an argument is of another kind, or no module has a counterpart.
     """

@@ -1,12 +1,9 @@
 """Turns what a loss function returns into totals and weights, which can be summed over ranks and micro-batches.
 
-Each rank and micro-batch sees part of the batch. Sums of parts can be added, means cannot. So every loss becomes a
-total and a weight, and the division happens once, after both have been summed:
+Each rank and micro-batch sees part of the batch, and sums of parts can be added, means cannot. So the division happens
+once, after totals and weights have been summed; a plain mean has no weight, and is divided by the number of its parts:
 
     loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
-
-A plain mean has no weight: all parts hold equally many examples, so its sum is divided by the number of parts, which
-is known at compile time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: it holds every leaf in full, in its own shape, without padding, under its
-name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. Restoring shards it again.
-``DIR/120/state.npz`` holds the arrays; ``about.json`` (``folder.py``) describes each by its shape and dtype.
+A checkpoint does not depend on the ranks: it holds every leaf in full, without padding, under its name in the state,
+such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. ``DIR/120/state.npz`` holds the arrays;
+``about.json`` (``folder.py``) describes each by its shape and dtype.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
 nothing: bfloat16 may be restored as float32, but not the other way round.
