@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -195,25 +196,22 @@ def _marked_nnx() -> Iterator[None]:
 
     names: dict[int, str] = {}  # of modules, by id, while the outermost one is called
 
-    def wrapped(call: Any) -> Any:
-        def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_outermost := not names:
-                held = [(path, node) for path, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
-                names.update({id(node): ".".join(map(str, path)) for path, node in held})
-            name = names.get(id(self))
-            try:
-                result = call(self, *args, **kwargs)
-            finally:
-                if is_outermost:
-                    names.clear()
-            return mark(name, result) if name is not None and isinstance(result, jax.Array) else result
-
-        return marked
+    def marked(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_outermost := not names:
+            held = [(path, node) for path, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
+            names.update({id(node): ".".join(map(str, path)) for path, node in held})
+        name = names.get(id(self))
+        try:
+            result = call(self, *args, **kwargs)
+        finally:
+            if is_outermost:
+                names.clear()
+        return mark(name, result) if name is not None and isinstance(result, jax.Array) else result
 
     with contextlib.ExitStack() as stack:
         for kind in _subclasses(nnx.Module):
             if "__call__" in vars(kind):
-                stack.enter_context(patch.object(kind, "__call__", wrapped(vars(kind)["__call__"])))
+                stack.enter_context(patch.object(kind, "__call__", partialmethod(marked, vars(kind)["__call__"])))
         yield
 
 
@@ -232,20 +230,17 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
     grads: Values = {}
     kinds: dict[str, str] = {}
 
-    def hook(path: str) -> Callable[..., None]:
-        def keep(called: Any, inputs: Any, output: Any) -> None:
-            if not isinstance(output, torch.Tensor):  # listed among those that are not compared
-                kinds.update({path: type(called).__name__} if path else {})
-                return
-            name = _numbered(path, [name for name, _ in values])
-            values[name, False], kinds[name] = output.detach().double().numpy(), type(called).__name__
-            if output.requires_grad:
-                output.register_hook(lambda grad: grads.update({(name, True): grad.double().numpy()}))
-
-        return keep
+    def keep(path: str, called: Any, inputs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):  # listed among those that are not compared
+            kinds.update({path: type(called).__name__} if path else {})
+            return
+        name = _numbered(path, [name for name, _ in values])
+        values[name, False], kinds[name] = output.detach().double().numpy(), type(called).__name__
+        if output.requires_grad:
+            output.register_hook(lambda grad: grads.update({(name, True): grad.double().numpy()}))
 
     for path, one in module.named_modules():
-        one.register_forward_hook(hook(path))
+        one.register_forward_hook(partial(keep, path))
 
     def tensor(leaf: Any) -> Any:
         found = torch.from_numpy(np.array(leaf))
