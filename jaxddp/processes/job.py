@@ -63,7 +63,7 @@ class Job(NamedTuple):
     @property
     def address(self) -> str:
         """``host:port`` of the coordinator."""
-        return _address(self.host, self.port)
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def bind_host(self) -> str:
@@ -72,11 +72,6 @@ class Job(NamedTuple):
         address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
         return "0.0.0.0" if address == "127.0.1.1" else address
-
-    @property
-    def bind_address(self) -> str:
-        """``host:port`` at which process 0 listens."""
-        return _address(self.bind_host, self.port)
 
     def listen(self, port: int | None = None) -> socket.socket:
         """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
@@ -186,10 +181,6 @@ def visible_gpus() -> list[str]:
         files = _DEVICE_FILES.glob("nvidia[0-9]*")
         return [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, int, bool]:
