@@ -75,19 +75,16 @@ def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
 
 def check_root(root: int, num_ranks: int) -> None:
     """Refuses what is not the number of a rank."""
-    if isinstance(root, bool) or not isinstance(root, Integral):
-        raise ValueError(f"root (={root!r}) must be an integer, the number of a rank")
-    if not 0 <= root < num_ranks:
-        raise ValueError(f"root (={root}) must be at least 0 and below num_ranks (={num_ranks})")
+    if isinstance(root, bool) or not isinstance(root, Integral) or not 0 <= root < num_ranks:
+        raise ValueError(f"root (={root!r}) must be at least 0 and below num_ranks (={num_ranks}), an integer")
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
     """Refuses what are no pairs of ranks to send along."""
-    kind = "of integers, (from rank, to rank)"
-    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs {kind}")
-    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for pair in pairs for rank in pair):
-        raise ValueError(f"pairs (={list(pairs)}) must be {kind}")
+    is_listed = isinstance(pairs, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs)
+    ranks = [rank for pair in pairs for rank in pair] if is_listed else [None]
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for rank in ranks):
+        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs of integers, (from rank, to rank)")
     for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")

@@ -124,8 +124,8 @@ def test_a_collective_names_its_axis_and_its_array(collective):
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda x: broadcast(x, "data", 1.5), "root (=1.5) must be an integer, the number of a rank"),
-        (lambda x: reduce(x, "data", True), "root (=True) must be an integer, the number of a rank"),
+        (lambda x: broadcast(x, "data", 1.5), "root (=1.5) must be at least 0 and below num_ranks (=2), an integer"),
+        (lambda x: reduce(x, "data", True), "root (=True) must be at least 0 and below num_ranks (=2), an integer"),
         (lambda x: send_recv(x, "data", [0, 1]), " of integers, (from rank, to rank)"),
         (lambda x: send_recv(x, "data", [(0, True)]), " of integers, (from rank, to rank)"),
         *((lambda x, value=value: jaxddp.sync_gradients({}, jaxddp.plan_buckets([]), "data", denominator=value),

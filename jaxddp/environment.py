@@ -48,9 +48,8 @@ def facts() -> dict[str, Any]:
 
 def driver_version() -> str | None:
     """The version of NVIDIA's driver; None if there is none."""
-    text = (
-        _DRIVER.read_text() if _DRIVER.exists() else nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    )
+    asked = "--query-gpu=driver_version", "--format=csv,noheader"
+    text = _DRIVER.read_text() if _DRIVER.exists() else nvidia_smi(*asked)
     found = re.search(r"(?:Kernel Module\D*?(?:x86_64|aarch64)?\s+|^)(\d+\.\d[\d.]*)", text or "", re.MULTILINE)
     return found[1] if found else None
 

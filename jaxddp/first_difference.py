@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .arguments import check_function, check_kind
+from .step_parity import cast, difference
 from .table import table
 from .tree import is_floating
 
@@ -33,23 +36,14 @@ _ROUNDED = 1e3  # units in the last place, of the user's dtype
 
 
 class Compared(NamedTuple):
-    """One output of a module, or the gradient of the loss by it, in both frameworks.
+    """One output of a module, or the gradient of the loss by it, in both frameworks."""
 
-    Attributes:
-        name: Of the module in PyTorch; its second output in a step is ``NAME#2``.
-        kind: Its class.
-        is_backward: Whether it is the gradient.
-        in_float64: Largest difference of an element, relative to the largest element; infinite for other shapes.
-        in_dtype: The same in the user's dtype.
-        is_apart: Whether it is more than rounding in either.
-    """
-
-    name: str
-    kind: str
-    is_backward: bool
-    in_float64: float
-    in_dtype: float
-    is_apart: bool
+    name: str  # of the module in PyTorch; its second output in a step is NAME#2
+    kind: str  # its class
+    is_backward: bool  # whether it is the gradient
+    in_float64: float  # largest difference of an element, relative to the largest element; infinite for other shapes
+    in_dtype: float  # the same in the user's dtype
+    is_apart: bool  # whether it is more than rounding in either
 
     def __str__(self) -> str:
         where = "gradient of the output" if self.is_backward else "output"
@@ -58,19 +52,12 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that could be compared; printed, it is a table.
+    """All that could be compared; printed, it is a table."""
 
-    Attributes:
-        compared: Outputs in the order of PyTorch's forward, then gradients in that of its backward.
-        dtype: The user's.
-        only_in_torch: Modules without a counterpart of their name, or whose output is no tensor.
-        only_in_jax: Likewise, without a counterpart.
-    """
-
-    compared: tuple[Compared, ...]
-    dtype: str
-    only_in_torch: tuple[str, ...]
-    only_in_jax: tuple[str, ...]
+    compared: tuple[Compared, ...]  # outputs in the order of PyTorch's forward, then gradients in that of its backward
+    dtype: str  # the user's
+    only_in_torch: tuple[str, ...]  # modules without a counterpart of their name, or whose output is no tensor
+    only_in_jax: tuple[str, ...]  # likewise, without a counterpart
 
     @property
     def first(self) -> Compared | None:
@@ -94,8 +81,7 @@ class Comparison:
 
 def mark(name: str, value: jax.Array) -> jax.Array:
     """Gives a value to ``first_difference`` under the name of a module of PyTorch's; elsewhere it does nothing."""
-    record = _record.get()
-    return value if record is None else record.add(name, value)
+    return _record.get()(name, value)
 
 
 def first_difference(
@@ -120,9 +106,6 @@ def first_difference(
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Returns:
-        The comparison.
-
     Raises:
         ValueError: If an argument is of another kind, or no module has a counterpart.
     """
@@ -131,21 +114,24 @@ def first_difference(
     check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
     if not is_floating(dtype):
         raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
-    found: dict[str, dict[tuple[str, bool], float]] = {}
+
+    def in_jax(name: str) -> str:
+        return _canonical((names or {}).get(name, name))
+
+    apart: list[dict[tuple[str, bool], float]] = []
     for one in ("float64", jnp.dtype(dtype).name):
-        ours = _in_jax(loss_fn, params, batch, one)
-        theirs, kinds = _in_torch(module, torch_loss, batch, one)
-        found[one] = _differences(ours, theirs, names or {})
-    exact, rounded = found["float64"], found[jnp.dtype(dtype).name]
+        ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
+        mine = {key: ours.get((in_jax(key[0]), key[1])) for key in theirs}
+        apart.append({key: _difference(found, theirs[key]) for key, found in mine.items() if found is not None})
+    exact, rounded = apart
     limit = _ROUNDED * float(jnp.finfo(dtype).eps)
     compared = tuple(
-        Compared(name, kinds[name], is_backward, apart, rounded[name, is_backward],
-                 not (apart <= _EXACT and rounded[name, is_backward] <= limit))
-        for (name, is_backward), apart in exact.items()
-    )  # fmt: skip
-    matched = {_canonical((names or {}).get(one.name, one.name)) for one in compared}
-    only_in_torch = tuple(name for name in kinds if _canonical((names or {}).get(name, name)) not in matched)
-    only_in_jax = tuple(name for name in ours[0] if _canonical(name) not in matched)
+        Compared(key[0], kinds[key[0]], key[1], apart, rounded[key], not (apart <= _EXACT and rounded[key] <= limit))
+        for key, apart in exact.items()
+    )
+    matched = {in_jax(one.name) for one in compared}
+    only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
+    only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)
     if not compared:
         raise ValueError(
             f"no module has a counterpart: PyTorch has {', '.join(only_in_torch[:5])}, and JAX"
@@ -154,49 +140,39 @@ def first_difference(
     return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
 
 
-Values = dict[str, np.ndarray]
-Passes = tuple[Values, Values]
-"""Outputs in the order of the forward, and gradients by them."""
+Values = dict[tuple[str, bool], np.ndarray]
+"""By name and whether it is a gradient: outputs in the order of the forward, then gradients by them."""
 
 
-class _Record:
-    """Values by name; each with a zero added, by which the loss can be differentiated."""
-
-    def __init__(self, zeros: Mapping[str, jax.Array] | None) -> None:
-        self.values: dict[str, jax.Array] = {}
-        self._zeros = zeros
-
-    def add(self, name: str, value: jax.Array) -> jax.Array:
-        name = _numbered(name, self.values)
-        value = value if self._zeros is None else value + self._zeros[name]
-        self.values[name] = value
-        return value
+_Mark = Callable[[str, jax.Array], jax.Array]
+_record: ContextVar[_Mark] = ContextVar("jaxddp_marks", default=lambda name, value: value)
 
 
-_record: ContextVar[_Record | None] = ContextVar("jaxddp_marks", default=None)
-
-
-def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Passes:
+def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Values:
     with jax.enable_x64(dtype == "float64" or jax.config.read("jax_enable_x64")), jax.disable_jit():
-        params, batch = (jax.tree.map(lambda leaf: _cast(jnp.asarray(leaf), dtype), tree) for tree in (params, batch))
+        params, batch = jax.tree.map(jnp.asarray, cast((params, batch), dtype))
 
         def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-            record = _Record(zeros)
+            """The loss and what was marked, each with a zero added, by which the loss can be differentiated."""
+            values: dict[str, jax.Array] = {}
+
+            def record(name: str, value: jax.Array) -> jax.Array:
+                name = _numbered(_canonical(name), values)
+                values[name] = value if zeros is None else value + zeros[name]
+                return values[name]
+
             token = _record.set(record)
             try:
                 with _marked_linen(), _marked_nnx():
                     loss = loss_fn(params, batch)
             finally:
                 _record.reset(token)
-            return loss, record.values
+            return loss, values
 
         zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
         grads, values = jax.grad(recorded, has_aux=True)(zeros)
-        return tuple({name: np.asarray(one, np.float64) for name, one in tree.items()} for tree in (values, grads))  # type: ignore[return-value]
-
-
-def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
-    return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
+        return {key: np.asarray(one, np.float64) for key, one in named}
 
 
 @contextlib.contextmanager
@@ -215,54 +191,36 @@ def _marked_linen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _marked_nnx() -> Iterator[None]:
-    """Marks what NNX modules return, by where the module that calls them holds them."""
+    """Marks what NNX modules return, by where the outermost module that is called holds them."""
     from flax import nnx
 
-    inside: list[tuple[Any, str]] = []  # modules that are being called, with their names
+    names: dict[int, str] = {}  # of modules, by id, while the outermost one is called
 
-    def wrapped(call: Any) -> Any:
-        def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            name = ""
-            if inside:
-                parent, of_parent = inside[-1]
-                name = ".".join(filter(None, [of_parent, _place_in(parent, self)]))
-            inside.append((self, name))
-            try:
-                result = call(self, *args, **kwargs)
-            finally:
-                inside.pop()
-            return mark(name, result) if isinstance(result, jax.Array) else result
+    def marked(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_outermost := not names:
+            held = [(path, node) for path, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
+            names.update({id(node): ".".join(map(str, path)) for path, node in held})
+        name = names.get(id(self))
+        try:
+            result = call(self, *args, **kwargs)
+        finally:
+            if is_outermost:
+                names.clear()
+        return mark(name, result) if name is not None and isinstance(result, jax.Array) else result
 
-        return marked
-
-    classes = [kind for kind in _subclasses(nnx.Module) if "__call__" in vars(kind)]
-    calls = {kind: vars(kind)["__call__"] for kind in classes}
-    for kind, call in calls.items():
-        setattr(kind, "__call__", wrapped(call))  # noqa: B010 - a type checker refuses the assignment
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in _subclasses(nnx.Module):
+            if "__call__" in vars(kind):
+                stack.enter_context(patch.object(kind, "__call__", partialmethod(marked, vars(kind)["__call__"])))
         yield
-    finally:
-        for kind, call in calls.items():
-            setattr(kind, "__call__", call)  # noqa: B010
-
-
-def _place_in(parent: Any, module: Any) -> str:
-    """The attribute, and the index in it, by which a module holds another."""
-    for name, value in vars(parent).items():
-        if value is module:
-            return name
-        with contextlib.suppress(TypeError):  # most attributes hold nothing
-            for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-                if one is module:
-                    return f"{name}.{key}"
-    return ""
 
 
 def _subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
-def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype: str) -> tuple[Passes, dict[str, str]]:
+def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype: str) -> tuple[Values, dict[str, str]]:
+    """What the modules give, and their classes by name."""
     import copy
 
     import torch
@@ -272,52 +230,33 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
     grads: Values = {}
     kinds: dict[str, str] = {}
 
-    def hook(path: str) -> Callable[..., None]:
-        def keep(called: Any, inputs: Any, output: Any) -> None:
-            if not isinstance(output, torch.Tensor):  # listed among those that are not compared
-                kinds.update({path: type(called).__name__} if path else {})
-                return
-            name = _numbered(path, values)
-            values[name], kinds[name] = output.detach().double().numpy(), type(called).__name__
-            if output.requires_grad:
-                output.register_hook(lambda grad: grads.update({name: grad.double().numpy()}))
-
-        return keep
+    def keep(path: str, called: Any, inputs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):  # listed among those that are not compared
+            kinds.update({path: type(called).__name__} if path else {})
+            return
+        name = _numbered(path, [name for name, _ in values])
+        values[name, False], kinds[name] = output.detach().double().numpy(), type(called).__name__
+        if output.requires_grad:
+            output.register_hook(lambda grad: grads.update({(name, True): grad.double().numpy()}))
 
     for path, one in module.named_modules():
-        one.register_forward_hook(hook(path))
+        one.register_forward_hook(partial(keep, path))
 
     def tensor(leaf: Any) -> Any:
-        array = np.array(leaf)
-        is_cast = array.dtype.kind == "f"
-        return torch.from_numpy(array).to(getattr(torch, dtype)) if is_cast else torch.from_numpy(array)
+        found = torch.from_numpy(np.array(leaf))
+        return found.to(getattr(torch, dtype)) if found.is_floating_point() else found
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
-    return (values, grads), kinds
-
-
-def _differences(ours: Passes, theirs: Passes, names: Mapping[str, str]) -> dict[tuple[str, bool], float]:
-    """Relative differences by PyTorch's name, of outputs and then of gradients."""
-    found = {}
-    for is_backward in (False, True):
-        by_name = {_canonical(name): value for name, value in ours[is_backward].items()}
-        for name, right in theirs[is_backward].items():
-            mine = by_name.get(_canonical(names.get(name, name)))
-            if mine is not None:
-                found[name, is_backward] = _difference(mine, right)
-    return found
+    return values | grads, kinds
 
 
 def _difference(mine: np.ndarray, right: np.ndarray) -> float:
     if mine.ndim == 4 and mine.shape != right.shape:
         mine = mine.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-    if mine.shape != right.shape:
-        return np.inf
-    largest = float(np.max(np.abs(right), initial=0.0))
-    return float(np.max(np.abs(mine - right), initial=0.0)) / (largest or 1.0)
+    return difference(mine, right, least=0.0)
 
 
-def _numbered(name: str, taken: Mapping[str, Any]) -> str:
+def _numbered(name: str, taken: Iterable[str]) -> str:
     """The name, or the name of its next call."""
     count = sum(1 for one in taken if one.partition("#")[0] == name)
     return f"{name}#{count + 1}" if count else name

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 from flax import nnx
@@ -36,17 +36,6 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
 
     Raises:
         ValueError: If the model is no ``nnx.Module``.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, jaxddp
-        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
-        >>> def loss(model, batch):
-        ...     return jnp.mean(model(batch["x"]) ** 2)
-        >>> loss_fn, params, model_state = from_nnx(model, loss)
-        >>> trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(4), has_state=True)
-        >>> state = trainer.init(params, model_state=model_state)
-        >>> state, metrics = trainer.step(state, {"x": jnp.arange(24.0).reshape(8, 3)})
-        >>> nnx.update(model, trainer.params(state), trainer.model_state(state))
     """
     check_kind("model", model, nnx.Module, "an nnx.Module")
     check_function("loss", loss)
@@ -65,9 +54,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         if key is None:
             merged.eval()
         else:
-            nnx.reseed(
-                merged, policy="match_shape", **cast(Any, _keys(key, names))
-            )  # a stack of layers has one a layer
+            keys: Any = _keys(key, names)
+            nnx.reseed(merged, policy="match_shape", **keys)  # a stack of layers has one a layer
         result = loss(merged, batch)
         new_state = nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
         return (result[0], (new_state, result[1])) if has_aux else (result, new_state)

@@ -18,15 +18,9 @@ TRANSPARENT = {*CALLS, CHECKPOINT, "pjit", "shard_map", "checkpoint", "custom_jv
 def interpret(
     program: core.ClosedJaxpr, args: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Runs a program.
+    """Runs a program of ``jax.make_jaxpr``; ``rule`` evaluates an operation, ``(equation, inputs) -> outputs``.
 
-    Args:
-        program: From ``jax.make_jaxpr``.
-        args: One value per input, of any type that ``rule`` accepts.
-        rule: Evaluates an operation: ``(equation, inputs) -> outputs``.
-
-    Returns:
-        The program's outputs.
+    ``args`` are of any type that ``rule`` accepts.
     """
     jaxpr = program.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))

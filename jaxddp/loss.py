@@ -1,12 +1,9 @@
 """Turns what a loss function returns into totals and weights, which can be summed over ranks and micro-batches.
 
-Each rank and micro-batch sees part of the batch. Sums of parts can be added, means cannot. So every loss becomes a
-total and a weight, and the division happens once, after both have been summed:
+Each rank and micro-batch sees part of the batch, and sums of parts can be added, means cannot. So the division happens
+once, after totals and weights have been summed; a plain mean has no weight, and is divided by the number of its parts:
 
     loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
-
-A plain mean has no weight: all parts hold equally many examples, so its sum is divided by the number of parts, which
-is known at compile time.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from .communication.reduction import wide
-from .metrics import Part, Weighted, is_marker, map_parts, part_of
+from .metrics import Part, Weighted, is_marker, map_marked, map_parts, part_of
 from .tree import path_name
 
 _WEIGHT_DEPENDS = (
@@ -43,18 +40,11 @@ PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple
 
 
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = False) -> PartialLoss:
-    """Wraps a user's loss function for the trainer.
+    """Wraps a user's loss function, as ``Trainer`` takes it, to be differentiated in ``total``.
 
-    Args:
-        loss_fn: ``(params, batch)`` or ``(params, batch, key)``, to a scalar mean or ``Weighted``; with ``has_aux``
-            to ``(loss, aux)``; with ``has_state`` see ``Trainer``.
-        has_aux: Whether it returns auxiliary values. A floating scalar is averaged over ranks and micro-batches with
-            the loss's weights; a leaf that is ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark
-            values of examples. Others are refused when the loss is traced.
-        has_state: Whether it takes a model state and returns the next one.
-
-    Returns:
-        The loss function, to be differentiated in ``total``; its model state is ``()`` without ``has_state``.
+    Of aux values, a floating scalar is averaged over ranks and micro-batches with the loss's weights; a leaf that is
+    ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark values of examples. Others are refused when the
+    loss is traced. The model state is ``()`` without ``has_state``.
     """
     call = with_key(loss_fn, has_state)
 
@@ -91,27 +81,14 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
             return Part(jnp.where(loss.weight == 0, 0, wide(leaf) * loss.weight), loss.weight)
 
-        of_aux = jax.tree_util.tree_map_with_path(
-            aux_part, aux, is_leaf=lambda leaf: isinstance(leaf, Weighted) or is_marker(leaf)
-        )
-        return total, (Parts(loss, of_aux), new_state)
+        return total, (Parts(loss, map_marked(aux_part, aux)), new_state)
 
     return compute
 
 
 def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
-    """Divides summed totals by summed weights.
-
-    Args:
-        parts: The sum over ranks and micro-batches.
-        num_parts: How many were summed.
-
-    Returns:
-        The loss and the aux tree; 0 where the weight is 0.
-    """
+    """The loss and the aux tree, of the sum of ``num_parts`` parts; 0 where the weight is 0."""
     loss = parts.loss.total / denominator(parts.loss, num_parts)
-    if parts.aux is None:
-        return loss, None
     # What is no Part has been summed or joined, and is not divided.
     return loss, map_parts(
         lambda part: part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values, parts.aux
@@ -187,25 +164,19 @@ def _like(new_state: Any, model_state: Any) -> Any:
 
 def _check_mean(name: str, leaf: Any) -> None:
     """Refuses an aux value that must not be averaged over ranks: a count, and what has entries for single examples."""
-    marks = "jaxddp.Mean, Sum or PerExample"
-    if jnp.shape(leaf):
+    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+    if shape or jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
-            f"aux leaf {name!r} (={[*jnp.shape(leaf)]}) must be marked: as {marks} if it has an entry for each example,"
-            " else as jaxddp.Weighted(value, 1), which is averaged over ranks"
-        )
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.integer):
-        raise ValueError(
-            f"aux leaf {name!r} (={jnp.result_type(leaf)}) would be averaged over ranks, as a count must not be: return"
-            f" {marks} of the examples' values, jaxddp.Weighted(count, number of examples), or a float for a mean"
+            f"aux leaf {name!r} (={[*shape] if shape else dtype}) must be marked: as jaxddp.Mean, Sum or PerExample of"
+            " values of the examples, or jaxddp.Weighted(value, weight); a floating scalar is averaged over ranks"
         )
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
-    A key that ``functools.partial`` has set stays. Called with None, to evaluate, it gets no key: the default of its
-    own counts. One with a model state must take one then: without, its BatchNorm would normalise by the statistics of
-    whatever examples a rank evaluates.
+    A key that ``functools.partial`` has set stays. None, to evaluate, is not passed on: the default counts. A loss with
+    a model state must have one: else its BatchNorm would normalise by the examples that a rank evaluates.
     """
     num_inputs = 2 + has_state
     try:
@@ -219,26 +190,16 @@ def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
     after = positional[num_inputs : num_inputs + 1]
     taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]
-    if not taken or "key" in _bound_names(loss_fn):
-
-        def without_key(*inputs_and_key: Any) -> Any:
-            if has_state and inputs_and_key[-1] is None:
-                raise ValueError(
-                    f"evaluate tells loss_fn (={_name(loss_fn)}) by key=None that it does not train: with has_state, "
-                    "give it a parameter key=None, and use the running statistics where it is None"
-                )
-            return loss_fn(*inputs_and_key[:-1])
-
-        return without_key
+    takes_key = bool(taken) and "key" not in _bound_names(loss_fn)
 
     def call(*inputs_and_key: Any) -> Any:
         *inputs, key = inputs_and_key
-        if key is not None:
+        if takes_key and key is not None:
             return loss_fn(*inputs, key=key) if by_name else loss_fn(*inputs, key)
-        if taken[0].default is inspect.Parameter.empty:
+        if key is None and (taken[0].default is inspect.Parameter.empty if takes_key else has_state):
             raise ValueError(
-                f"evaluate gives no key, and loss_fn (={_name(loss_fn)}) needs one: give it a default, such as"
-                f" {taken[0].name}=None for a loss without dropout"
+                f"evaluate tells loss_fn (={_name(loss_fn)}) by key=None that it does not train: give it a parameter"
+                " key=None, and where it is None no dropout, and the running statistics of a model state"
             )
         return loss_fn(*inputs)
 

@@ -51,15 +51,8 @@ def simulate_devices(num_devices: int) -> None:
 def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
     """Builds the mesh on the machine's accelerators, or on simulated CPU devices if it has none.
 
-    Args:
-        num_ranks: Number of ranks; if None, all accelerators, or ``default_simulated`` CPU devices.
-        default_simulated: Number of simulated devices if ``num_ranks`` is None.
-
-    Returns:
-        The mesh, as ``data_mesh`` makes it.
-
-    Raises:
-        ValueError: If there are not that many devices, or none that JAX could start on.
+    ``num_ranks`` None means all accelerators, or ``default_simulated`` CPU devices. Raises a ValueError if there are
+    fewer devices, or none that JAX could start on.
     """
     # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
     with contextlib.suppress(RuntimeError):
@@ -114,11 +107,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
 
 
 def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
-    """Gives the names and sizes of the mesh axes of ``data_mesh``.
-
-    Raises:
-        ValueError: If ``replicas`` does not divide the ranks into groups of at least 2, or ``axis`` is no name.
-    """
+    """Gives the names and sizes of the mesh axes of ``data_mesh``; raises as it does."""
     check_axis(axis)
     replicas = check_integer("replicas", replicas)
     if replicas == 1:
@@ -131,14 +120,9 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
 
 
 def rank_axis(mesh: Mesh | AbstractMesh, given: str | tuple[str, ...] | None = None) -> str | tuple[str, ...]:
-    """Gives the axis of a mesh along which ranks lie, or both axes if it has replicas.
+    """Gives the axis of a mesh along which ranks lie, or both axes if it has replicas; ``given`` is the user's choice.
 
-    Args:
-        mesh: Of one axis, or of ``data_mesh``; if the axis is given, any.
-        given: What the user takes as the axis, or axes.
-
-    Raises:
-        ValueError: If the mesh has other axes.
+    Raises a ValueError if the mesh has other axes.
     """
     names = tuple(map(str, mesh.axis_names))
     if given is not None:

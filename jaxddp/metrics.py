@@ -45,9 +45,6 @@ class Weighted(NamedTuple):
 class Mean(NamedTuple):
     """Values to be averaged over examples.
 
-    Attributes:
-        values: ``[examples, ...]``.
-
     Example:
         >>> def eval_fn(params, batch):
         ...     guess = (batch["x"] @ params["w"]).argmax(-1)
@@ -58,23 +55,15 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Values to be summed over examples; integers stay integers.
+    """Values to be summed over examples; integers stay integers."""
 
-    Attributes:
-        values: ``[examples, ...]``.
-    """
-
-    values: Any
+    values: Any  # [examples, ...]
 
 
 class PerExample(NamedTuple):
-    """Values to be kept, one for each example.
+    """Values to be kept, one for each example."""
 
-    Attributes:
-        values: ``[examples, ...]``.
-    """
-
-    values: Any
+    values: Any  # [examples, ...]
 
 
 class Part(NamedTuple):
@@ -85,20 +74,21 @@ class Part(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """A sum of integers, of which 32 bits might not hold it; exact for 65,536 examples a batch.
+    """A sum of integers, of which 32 bits might not hold it; exact for 65,536 examples a batch."""
 
-    Attributes:
-        high: Sum of the numbers without their last 16 bits, divided by 2^16.
-        low: Sum of these.
-    """
-
-    high: Any
-    low: Any
+    high: Any  # sum of the numbers without their last 16 bits, divided by 2^16
+    low: Any  # sum of these
 
 
 def is_marker(leaf: Any) -> bool:
     """Whether a leaf is marked."""
     return isinstance(leaf, (Mean, Sum, PerExample))
+
+
+def map_marked(function: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """Maps ``(path, leaf)`` of what a user's function gives; what is marked or ``Weighted`` is a leaf."""
+    markers = (Weighted, Mean, Sum, PerExample)
+    return jax.tree_util.tree_map_with_path(function, tree, is_leaf=lambda leaf: isinstance(leaf, markers))
 
 
 def map_parts(function: Callable[..., Any], *trees: Any) -> Any:
@@ -112,19 +102,10 @@ def map_per_example(function: Callable[[jax.Array], jax.Array], parts: Any) -> A
 
 
 def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_real: Any = None) -> Any:
-    """Gives what this rank's examples contribute.
+    """Gives what this rank's ``num_examples`` contribute: a ``Part`` or a ``Sum``, to be added up, or ``PerExample``.
 
-    Args:
-        name: Of the leaf, for errors.
-        marker: Its values.
-        num_examples: At hand.
-        is_real: bool[num_examples]: those that count; all if None.
-
-    Returns:
-        A ``Part``, ``Sum`` of the sum, or ``PerExample``; the first two can be added up.
-
-    Raises:
-        ValueError: If the values are not one for each example.
+    ``is_real``, bool[num_examples], are those that count, all if None. ``name`` is the leaf's, for the ValueError if
+    the values are not one for each example.
     """
     if getattr(marker.values, "shape", ())[:1] != (num_examples,):
         kind = f"{type(marker).__name__} of {_kind(marker.values)}"
@@ -148,15 +129,10 @@ def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_re
 
 @dataclass(frozen=True)
 class Measure:
-    """An evaluation of examples, for use on each rank.
+    """An evaluation of examples, for use on each rank."""
 
-    Attributes:
-        eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of markers.
-        has_state: Whether it takes a model state.
-    """
-
-    eval_fn: Callable[..., Any]
-    has_state: bool
+    eval_fn: Callable[..., Any]  # (params, batch), or (params, model_state, batch), to a dict of markers
+    has_state: bool  # whether it takes a model state
 
     def __call__(self, params: Any, model_state: Any, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
         """Gives the parts of the examples of ``(batch, is_real)``, as ``part_of`` does."""
@@ -175,9 +151,7 @@ class Measure:
                 raise ValueError(f"{where} (={_kind(leaf)}) must be marked as jaxddp.Mean, Sum or PerExample")
             return part_of(where, leaf, len(is_real), is_real)
 
-        return jax.tree_util.tree_map_with_path(
-            part, found, is_leaf=lambda leaf: is_marker(leaf) or isinstance(leaf, Weighted)
-        )
+        return map_marked(part, found)
 
 
 def _kind(value: Any) -> str:

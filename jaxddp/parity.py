@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from .first_difference import mark as mark
 from .layout import cut_leaves, whole
 from .loss import Weighted, with_key
 from .mesh import data_mesh
-from .metrics import Mean, PerExample, Sum
+from .metrics import Mean, PerExample, Sum, map_marked
 from .registry import STRATEGIES, make_strategy
 from .step_parity import StepParityError as StepParityError
 from .step_parity import cast, difference, has_unlike_copies
@@ -146,23 +147,30 @@ class _Task:
         check_params(params, options["trainable"])
         if dtype is not None and not is_floating(dtype):
             raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
-        params, model_state, batches = (cast(tree, dtype) for tree in (params, model_state, list(batches)))
-        if len(batches) < 2:
-            raise ValueError(f"batches (={len(batches)}) must be two or more: lost optimizer state shows in the second")
-        self.params, self.batches, self.optimizer = params, batches, optimizer
-        self.max_grad_norm, self.trainable = options["max_grad_norm"], options["trainable"]
-        self.trained, self.frozen = split(params, self.trainable)
-        self._loss_fn, self._options = loss_fn, options | {"has_state": model_state is not None}
-        self.trainer(make_strategy("flat"), 1)  # checks the options
-        self.loss = _Loss(loss_fn, params, model_state, batches[0])
+        self.params, self.model_state, self.batches = (cast(tree, dtype) for tree in (params, model_state, [*batches]))
+        if (count := len(self.batches)) < 2:
+            raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
+        has_state = model_state is not None
+        trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), has_state=has_state, **options)
+        self._call = with_key(loss_fn, has_state)
+        result = jax.eval_shape(_on_one_rank(self._outputs), self.params, self.model_state, self.batches[0])
+        has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
+        if has_aux and has_state:  # else it is (loss, new_state)
+            has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
+        self.trainer = replace(trainer, has_aux=has_aux)
 
-    def trainer(self, strategy: Strategy, num_ranks: int, has_aux: bool = False) -> Trainer:
-        check_integer("num_ranks", num_ranks)
-        mesh = data_mesh(num_ranks)
-        trainer = Trainer(self._loss_fn, self.optimizer, strategy, mesh, has_aux=has_aux, **self._options)
-        for batch in self.batches:
-            check_batch(batch, num_ranks, trainer.num_microbatches)
-        return trainer
+    def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
+        return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
+
+    def loss(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        """The mean, and the next model state and aux, of a loss function of any kind."""
+        loss, aux = self._outputs(params, model_state, batch), None
+        if model_state is not None:
+            loss, model_state = loss
+            model_state, aux = model_state if self.trainer.has_aux else (model_state, None)
+        elif self.trainer.has_aux:
+            loss, aux = loss
+        return _of_whole_batch(loss), (model_state, map_marked(lambda _, leaf: _of_whole_batch(leaf), aux))
 
 
 def _under_strategies(
@@ -170,14 +178,17 @@ def _under_strategies(
 ) -> list[Result]:
     chosen = [strategies] if isinstance(strategies, str) else strategies
     is_all, results = chosen == ["all"], []
+    trained = split(task.params, task.trainer.trainable)[0]
     for one in STRATEGIES if is_all else chosen:
-        strategy = _in_several_parts(one, task.trained) if isinstance(one, str) else one
+        strategy = _in_several_parts(one, trained) if isinstance(one, str) else one
         for count in num_ranks:
-            trainer = task.trainer(strategy, count, task.loss.has_aux)
+            trainer = task.trainer.with_strategy(strategy, data_mesh(check_integer("num_ranks", count)))
+            for batch in task.batches:
+                check_batch(batch, count, trainer.num_microbatches)
             try:
-                state = trainer.init(task.params, model_state=task.loss.model_state)
+                state = trainer.init(task.params, model_state=task.model_state)
             except ValueError as error:
-                if not is_all or _is_elementwise(task.optimizer, task.trained):  # else it must not refuse
+                if not is_all or _is_elementwise(trainer.optimizer, trained):  # else it must not refuse
                     raise
                 results.append(Result(strategy.name, count, None, refused=str(error)))
             else:
@@ -189,9 +200,9 @@ def _under_strategies(
 
 def _under_torch(task: _Task, torch: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
     names = dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
-    is_trained = task.trainable or (lambda name: True)
+    is_trained, max_grad_norm = task.trainer.trainable or (lambda name: True), task.trainer.max_grad_norm
     frozen = {theirs for theirs, ours in names.items() if not is_trained(ours)}
-    found = _in_torch(*torch, to_numpy(task.params), task.batches, frozen, task.max_grad_norm)
+    found = _in_torch(*torch, to_numpy(task.params), task.batches, frozen, max_grad_norm)
     right = [to_numpy(like(task.params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
     return _compare(TORCH, 1, found, right, atol)
 
@@ -214,31 +225,6 @@ def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bo
     return True
 
 
-class _Loss:
-    """A loss function of any kind as one of ``(params, model_state, batch)`` to the mean, the next state and aux."""
-
-    def __init__(self, loss_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> None:
-        self.model_state, self._call = model_state, with_key(loss_fn, model_state is not None)
-        result = jax.eval_shape(_on_one_rank(self._outputs), params, model_state, batch)
-        self.has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
-        if self.has_aux and model_state is not None:  # else it is (loss, new_state)
-            self.has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-
-    def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
-        return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
-
-    def __call__(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        loss, aux = self._outputs(params, model_state, batch), None
-        if model_state is not None:
-            loss, model_state = loss
-            model_state, aux = model_state if self.has_aux else (model_state, None)
-        elif self.has_aux:
-            loss, aux = loss
-        markers = (Weighted, Mean, Sum, PerExample)
-        aux = jax.tree.map(_of_whole_batch, aux, is_leaf=lambda leaf: isinstance(leaf, markers))
-        return _of_whole_batch(loss), (model_state, aux)
-
-
 def _of_whole_batch(value: Any) -> Any:
     if isinstance(value, Weighted):
         return value.total / jnp.where(value.weight == 0, 1, value.weight)
@@ -255,20 +241,21 @@ def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
-    loss, frozen, clip = task.loss, task.frozen, optax.identity()
-    if task.max_grad_norm is not None:
-        clip = optax.clip_by_global_norm(task.max_grad_norm)
-    optimizer = optax.with_extra_args_support(task.optimizer)
+    trainer, clip = task.trainer, optax.identity()
+    first, frozen = split(task.params, trainer.trainable)
+    if trainer.max_grad_norm is not None:
+        clip = optax.clip_by_global_norm(trainer.max_grad_norm)
+    optimizer = optax.with_extra_args_support(trainer.optimizer)
 
     def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        grad = jax.value_and_grad(lambda trained: loss(merge(trained, frozen), model_state, batch), has_aux=True)
+        grad = jax.value_and_grad(lambda trained: task.loss(merge(trained, frozen), model_state, batch), has_aux=True)
         (value, (model_state, aux)), grads = grad(trained)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)} | ({"aux": aux} if loss.has_aux else {})
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)} | ({"aux": aux} if trainer.has_aux else {})
         updates, opt_state = optimizer.update(clip.update(grads, clip.init(None))[0], opt_state, trained, value=value)
         return optax.apply_updates(trained, updates), model_state, opt_state, metrics
 
     run, after = jax.jit(_on_one_rank(step)), []
-    held = task.trained, loss.model_state, optimizer.init(task.trained)
+    held = first, task.model_state, optimizer.init(first)
     for batch in task.batches:
         *held, metrics = jax.block_until_ready(run(*held, batch))
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}

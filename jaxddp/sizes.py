@@ -11,30 +11,18 @@ from .arguments import check_integer
 class TransformerConfig:
     """The sizes of a transformer.
 
-    Raises:
-        ValueError: If a size is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head
-            size is odd (RoPE turns pairs).
-
-    Example:
-        >>> TransformerConfig(vocab=64, context=16, width=16, num_layers=2, num_heads=2, hidden=32).num_params
-        7248
+    Raises a ValueError if one is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head size
+    is odd (RoPE turns pairs).
     """
 
-    vocab: int
-    """Number of token ids; ids run from 0 to ``vocab - 1``."""
-    context: int
-    """Greatest sequence length, in tokens."""
-    width: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Number of blocks."""
-    num_heads: int
-    """Attention heads per block; the head size is ``width / num_heads``."""
-    hidden: int
-    """Width inside the feed-forward network."""
+    vocab: int  # token ids run from 0 to vocab - 1
+    context: int  # greatest sequence length, in tokens
+    width: int  # of the residual stream
+    num_layers: int  # blocks
+    num_heads: int  # attention heads per block
+    hidden: int  # width inside the feed-forward network
 
     def __post_init__(self) -> None:
-        """Checks the sizes."""
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, check_integer(field.name, getattr(self, field.name)))
         if self.width % self.num_heads:
@@ -48,11 +36,7 @@ class TransformerConfig:
         return self.width // self.num_heads
 
     def check_length(self, length: int) -> None:
-        """Refuses sequences longer than the context.
-
-        Raises:
-            ValueError: If ``length`` is greater than ``context``.
-        """
+        """Refuses sequences longer than the context with a ValueError."""
         if length > self.context:
             raise ValueError(f"sequence length (={length}) must be at most context (={self.context})")
 

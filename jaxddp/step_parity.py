@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arguments import check_axis, check_function, check_integer, is_number
+from .arguments import check_function, check_integer, is_number
 from .checkpoint.host_state import is_key
-from .training.validation import count_examples
+from .mesh import data_mesh
+from .training.validation import check_batch
 from .tree import named_leaves
 
 _REDUCED_TWICE = "it is summed where the mean is meant, or summed again after autodiff has summed it"
@@ -76,11 +77,8 @@ def check_step(
         ValueError: If the batch cannot be split, or there are too few devices.
     """
     check_function("make_step", make_step, "a function of a mesh that gives the step")
-    check_axis(axis)
-    if check_integer("num_ranks", num_ranks, 2) > jax.device_count():
-        raise ValueError(f"num_ranks (={num_ranks}) must be at most the devices (={jax.device_count()})")
-    if count_examples(batch) % num_ranks:
-        raise ValueError(f"batch (={count_examples(batch)} examples) must be divisible by num_ranks (={num_ranks})")
+    data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
+    check_batch(batch, num_ranks, 1)
     if not is_number(atol) or not atol >= 0:
         raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
     with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
@@ -164,7 +162,7 @@ class _Step:
 
     def _run(self, num_ranks: int, batch: Any, state: Any = None) -> dict[str, np.ndarray]:
         """What the step returns, by name."""
-        mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), (self._axis,))
+        mesh = data_mesh(num_ranks, axis=self._axis)
         state = self._state if state is None else state
         specs = jax.tree.broadcast(self._specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)

@@ -14,17 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .arguments import check_leaves
 from .communication.buckets import TensorSpec
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Lists the leaves of a tree by name, in the tree's own order.
-
-    Returns:
-        Leaves by dotted path.
-
-    Raises:
-        ValueError: If two paths give one name.
+    """Lists the leaves of a tree by dotted path, in its own order; raises a ValueError if two paths give one name.
 
     Example:
         >>> named_leaves({"layers": [{"kernel": 1.0}, {"kernel": 2.0}]})
@@ -48,10 +43,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def like(tree: Any, leaves: dict[str, Any]) -> Any:
-    """Makes a tree of the structure of another from named leaves.
-
-    Surplus leaves are dropped.
-    """
+    """Makes a tree of the structure of another from named leaves; surplus ones are dropped."""
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in named_leaves(tree)])
 
 
@@ -69,14 +61,7 @@ def is_floating(dtype: Any) -> bool:
 
 
 def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
-    """Checks that a tree of parameters can be trained.
-
-    ``trainable`` is a predicate on a leaf's name; None trains all.
-
-    Raises:
-        ValueError: If the tree has no arrays, a leaf is not an array, nothing is trainable, or something trainable is
-            not of a floating dtype or is state of a Flax model, such as statistics.
-    """
+    """Refuses a tree without arrays, other leaves, and what is trainable and not floating, or state of a Flax model."""
     leaves = named_leaves(params)
     if not leaves:
         raise ValueError(f"params (={params!r}) must hold at least one array")
@@ -87,9 +72,8 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
                 " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen, or nnx.split(model, nnx.Param, ...),"
                 " take parameters and state apart"
             )
+    check_leaves("params", leaves)
     for name, leaf in leaves.items():
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"params leaf {name!r} (={leaf!r}) must be an array")
         if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "

@@ -1,8 +1,8 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: it holds every leaf in full, in its own shape, without padding, under its
-name in the state, such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. Restoring shards it again.
-``DIR/120/state.npz`` holds the arrays; ``about.json`` (``folder.py``) describes each by its shape and dtype.
+A checkpoint does not depend on the ranks: it holds every leaf in full, without padding, under its name in the state,
+such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. ``DIR/120/state.npz`` holds the arrays;
+``about.json`` (``folder.py``) describes each by its shape and dtype.
 
 A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
 nothing: bfloat16 may be restored as float32, but not the other way round.
@@ -59,7 +59,7 @@ class Checkpoints(CheckpointFolder):
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_state(state)
         data_position, step = as_json(data_position), int(state.step)
-        self._on_first(lambda: self._begin(step))
+        self._together(lambda: self._begin(step))
         arrays, nonfinite = {}, []
         for name, array in to_host(trainer, state):
             if not _is_finite(name, array):
@@ -75,7 +75,7 @@ class Checkpoints(CheckpointFolder):
             "data_position": data_position,
             "leaves": {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in places.items()},
         }
-        self._on_first(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
+        self._together(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
 
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
@@ -135,7 +135,7 @@ class Checkpoints(CheckpointFolder):
     def _read(self, about: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Reads arrays of a sound checkpoint, by name; a key's are its words."""
         path = self._path(about["step"]) / _FILE
-        arrays = self._on_each(lambda: read_arrays(path, leaves))
+        arrays = self._together(lambda: read_arrays(path, leaves), each=True)
         return {
             name: array if is_key(leaves[name]) else array.view(jnp.dtype(about["leaves"][name]["dtype"]))
             for name, array in arrays.items()
@@ -147,21 +147,18 @@ class Checkpoints(CheckpointFolder):
         ``wanted`` are trees by their names in the state; with ``is_whole`` the checkpoint must have no more in them.
         """
         checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
-        names = dict.fromkeys(ours)
-        if is_whole:
-            names |= dict.fromkeys(name for name in saved if name.partition(".")[0] in wanted)
-        for name in names:
-            shape = np.shape(ours[name]) if name in ours else None
-            if name not in saved or shape != tuple(saved[name]["shape"]):
-                there = f"{saved[name]['dtype']} {tuple(saved[name]['shape'])}" if name in saved else "missing"
-                here = f"{_dtype_of(ours[name])} {shape}" if name in ours else "missing"
+        theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
+        for name in dict.fromkeys([*ours, *theirs]):
+            there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
+            here = (_dtype_of(ours[name]), np.shape(ours[name])) if name in ours else ("missing",)
+            if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"
-                raise ValueError(f"{checkpoint} is of another {owner}: {name} is {there} there and {here} here")
-        for name in names:
-            if not _holds(_dtype_of(ours[name]), dtype := saved[name]["dtype"]):
+                said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
+                raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
+            if not _holds(here[0], there[0]):
                 raise ValueError(
-                    f"{checkpoint} has {name} in {dtype}, of which {_dtype_of(ours[name])} here would lose bits:"
-                    f" restore in {dtype}"
+                    f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits:"
+                    f" restore in {there[0]}"
                 )
 
     @property

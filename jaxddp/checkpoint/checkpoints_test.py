@@ -12,7 +12,7 @@ from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.comparison_test import assert_near, trained
 from jaxddp.comparison_test import refusal as line_of
-from jaxddp.models import ToyMLP
+from jaxddp.models.toy import ToyMLP
 
 pytestmark = pytest.mark.usefixtures("x64")
 NUM_STEPS = 5

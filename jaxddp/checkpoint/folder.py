@@ -81,7 +81,7 @@ class CheckpointFolder(abc.ABC):
 
     def reserve(self) -> None:
         """Locks the folder until ``close``, as ``save`` does; raises a ValueError if another job has. All call it."""
-        self._on_first(self._lock)
+        self._together(self._lock)
 
     def close(self) -> None:
         """Lets other jobs save into the folder; needs no other process."""
@@ -100,7 +100,7 @@ class CheckpointFolder(abc.ABC):
 
     def latest_step(self) -> int | None:
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
-        return self._on_first(lambda: max(self.steps(), default=None))
+        return self._together(lambda: max(self.steps(), default=None))
 
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Describes a checkpoint, the newest that can be read if None, without its arrays; needs no other process.
@@ -122,38 +122,28 @@ class CheckpointFolder(abc.ABC):
     def _exchange(self, text: str) -> list[str]:
         """Gives the texts of all processes; all call it, as often as the others."""
 
-    def _on_first(self, function: Callable[[], T]) -> T:
-        """Runs a function in process 0, which gives JSON; all get it, or raise what it raises."""
-        if self._place[1] == 1:
+    def _together(self, function: Callable[[], T], each: bool = False) -> T:
+        """Runs a function in process 0, which gives JSON that all get, or in each; what one raises, all raise."""
+        number, count = self._place
+        if count == 1:
             return function()
+        found: Any = None
         raised: Exception | None = None
-        said: dict[str, Any] = {"raised": ("OSError", f"{self.one} 0 was interrupted")}
+        said: dict[str, Any] = {"raised": ("OSError", f"{self.one} {number} was interrupted")}
         try:
-            said = {"found": function() if self._place[0] == 0 else None}
+            found = function() if each or number == 0 else None
+            said = {} if each else {"found": found}
         except Exception as error:
             raised, said = error, {"raised": _described(error)}
         finally:
-            answer = json.loads(self._exchange(json.dumps(said))[0])
-        if "raised" in answer:
-            raise raised or _error_of(*answer["raised"])
-        return answer["found"]
-
-    def _on_each(self, function: Callable[[], T]) -> T:
-        """Runs a function in all processes; if one raises, all raise, and say which if it is not all of them."""
-        if self._place[1] == 1:
-            return function()
-        raised: Exception | None = None
-        try:
-            found = function()
-        except Exception as error:
-            raised = error
-        answers = [json.loads(text) for text in self._exchange(json.dumps(raised and _described(raised)))]
-        if not any(answers):
-            return found
-        if raised is not None and all(answer == answers[0] for answer in answers):
+            answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
+        errors = [answer.get("raised") for answer in answers]
+        if not any(errors):
+            return found if each else answers[0]["found"]
+        if raised is not None and all(error == errors[0] for error in errors):
             raise raised
-        first, (kind, text) = next((number, answer) for number, answer in enumerate(answers) if answer)
-        raise _error_of(kind, f"{self.one} {first}: {text}") from raised
+        first, (kind, text) = next((number, error) for number, error in enumerate(errors) if error)
+        raise _error_of(kind, f"{self.one} {first}: {text}" if each else text) from raised
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -220,7 +210,7 @@ class CheckpointFolder(abc.ABC):
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._on_first(lambda: self._choose(step, self._sound))
+        first = self._together(lambda: self._choose(step, self._sound))
 
         def read() -> dict[str, Any]:
             about = first if self._place[0] == 0 else self._sound(first["step"])
@@ -228,7 +218,7 @@ class CheckpointFolder(abc.ABC):
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
             return about
 
-        return self._on_each(read)
+        return self._together(read, each=True)
 
     def _choose(self, step: int | None, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         """Reads a checkpoint; without a step the newest, an older one where it is damaged."""

@@ -1,8 +1,7 @@
-"""A training state on the host: every leaf in full, in its own shape and without padding, however the ranks hold it.
+"""A training state on the host, as checkpoints hold it: every leaf in full, however the ranks hold it.
 
 Keys are there as their words, unsigned integers ``[shape, words]``. Of parameters in a compute dtype, the masters are
-on the host, in their place: restoring casts them again. Names are those of the state, such as ``params.head.kernel``,
-``opt_state.0.mu.head.kernel``, ``step`` or ``key``.
+on the host, in their place: restoring casts them again.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Args:
-        params: Nested dictionaries, lists or tuples of arrays, or an ``nnx.State`` of parameters
-            (``nnx.state(module, nnx.Param)``).
+        params: A tree of arrays, such as ``nnx.state(module, nnx.Param)``.
 
     Returns:
         Fresh, writable, C-contiguous arrays by name, in the order of the tree.

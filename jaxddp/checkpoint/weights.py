@@ -18,9 +18,7 @@ from ..arguments import check_path
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads the weights of a file, by name, in the order in which they were written.
 
-    Raises:
-        ValueError: If the file is truncated, or holds no weights.
-        OSError: If it cannot be read.
+    Raises a ValueError if the file is truncated or holds no weights, an OSError if it cannot be read.
     """
     check_path("path", path)
     try:

@@ -40,13 +40,7 @@ def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
 
-    Args:
-        logits: ``[..., vocab]``.
-        targets: Token ids ``[...]``, all of them valid: there is no ``ignore_index``.
-
-    Example:
-        >>> print(f"{cross_entropy(jnp.array([[1e4, 0.0], [0.0, 0.0]]), jnp.array([0, 1])):.4f}")
-        0.3466
+    ``logits [..., vocab]``, and ``targets [...]``, token ids, all of them valid: there is no ``ignore_index``.
     """
     # Comparing every id with the target keeps the gradient elementwise; an indexed read would make it a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
@@ -55,12 +49,10 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
-    """The mean loss of a model over a batch: cross-entropy where there are tokens, else mean-squared error.
+    """The mean loss of a model, or any function of the inputs, over a batch.
 
-    Args:
-        model: A module, or any function of the inputs.
-        batch: ``{"tokens": [batch, length], "targets": [batch, length]}`` of integers for a language model,
-            ``{"x": [batch, in_features], "y": [batch, out_features]}`` for a toy.
+    Cross-entropy of ``{"tokens": [batch, length], "targets": [batch, length]}``, integers, or mean-squared error of
+    ``{"x": [batch, in_features], "y": [batch, out_features]}``.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -70,19 +62,11 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
 def build(
     name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
-    """Makes a model's loss function and initial parameters.
+    """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters.
 
-    Args:
-        name_or_config: ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
-        seed: Seed of the initial values.
-        layer: Wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit.
-
-    Returns:
-        ``(loss_fn, params)``: ``loss_fn(params, batch)`` gives the mean loss; ``params`` are nested dictionaries of
-        float32 arrays, a tied parameter in them once. Cast the parameters to compute in another dtype.
-
-    Raises:
-        ValueError: If the name is not known, or the seed is negative.
+    ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
+    ``layer`` wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit. The parameters are nested
+    dictionaries of float32 arrays, a tied one in them once; cast them to compute in another dtype.
 
     Example:
         >>> loss_fn, params = build("tiny")
@@ -99,16 +83,7 @@ def build(
 def abstract(
     name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
-    """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated.
-
-    Raises:
-        ValueError: If the name is not known.
-
-    Example:
-        >>> loss_fn, params = abstract("2.7b")
-        >>> sum(leaf.size for leaf in jax.tree.leaves(params))
-        3406809600
-    """
+    """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated."""
     make = _constructor(name_or_config)
     return _functional(nnx.eval_shape(lambda: make(nnx.Rngs(0))), layer)
 
@@ -122,11 +97,6 @@ def _constructor(name_or_config: str | TransformerConfig) -> Callable[[nnx.Rngs]
     return lambda rngs: Transformer(config, rngs=rngs)
 
 
-def _graph(module: nnx.Module) -> Any:
-    """A module without its parameters."""
-    return nnx.split(module, nnx.Param)[0]
-
-
 def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tuple[Loss, Params]:
     """Splits a module into a function of its parameters and those parameters."""
     graph, state = nnx.split(model, nnx.Param)
@@ -136,8 +106,8 @@ def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tup
         return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
 
     config = model.config
-    embedding_graph, block_graph = _graph(model.embedding), _graph(model.layers[0])
-    norm_graph, head_graph = _graph(model.norm), _graph(model.head)
+    parts: Any = model.embedding, model.layers[0], model.norm, model.head
+    embedding_graph, block_graph, norm_graph, head_graph = [nnx.split(part, nnx.Param)[0] for part in parts]
 
     def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
         config.check_length(tokens.shape[1])

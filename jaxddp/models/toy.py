@@ -1,7 +1,6 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear, ReLU, LayerNorm, Linear, without biases in the Linear layers: the smallest model with matrices, vectors,
-two layers and a nonlinearity. The parameters' dtype is the compute dtype.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias. The parameters' dtype is the compute dtype.
 """
 
 from __future__ import annotations
@@ -24,18 +23,9 @@ def _layer_norm(features: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class ToyMLP(nnx.Module):
-    """Linear, ReLU, LayerNorm, Linear.
-
-    Parameters, in forward order: ``up.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
-    ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
-
-    Example:
-        >>> ToyMLP(3, 8, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
-        (4, 2)
-    """
+    """Linear, ReLU, LayerNorm, Linear."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.up = _linear(in_features, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
@@ -46,18 +36,12 @@ class ToyMLP(nnx.Module):
 
 
 class TiedToy(nnx.Module):
-    """One matrix used twice: into the hidden width and, transposed, back.
+    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it.
 
-    The shared matrix is one leaf: its gradient is the sum over both uses and is communicated once.
-    Parameters, in forward order: ``tied [in_features, hidden]``, ``norm.scale [hidden]``, ``norm.bias [hidden]``.
-
-    Example:
-        >>> TiedToy(3, 8, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
-        (4, 3)
+    The matrix is one leaf: its gradient is the sum over both uses and is communicated once.
     """
 
     def __init__(self, in_features: int, hidden: int, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.tied = nnx.Param(_init(rngs.params(), (in_features, hidden), jnp.float32))
         self.norm = _layer_norm(hidden, rngs)
 
@@ -68,14 +52,9 @@ class TiedToy(nnx.Module):
 
 
 class FrozenToy(nnx.Module):
-    """A first matrix that is not trained, if the trainer's ``trainable`` is false on the path ``frozen.kernel``.
-
-    Parameters, in forward order: ``frozen.kernel [in_features, hidden]``, ``norm.scale [hidden]``,
-    ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
-    """
+    """A first matrix that is not trained, if the trainer's ``trainable`` is false on the path ``frozen.kernel``."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.frozen = _linear(in_features, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
@@ -85,20 +64,11 @@ class FrozenToy(nnx.Module):
         return self.down(self.norm(jax.nn.relu(self.frozen(x))))
 
 
-class UnusedToy(nnx.Module):
-    """A matrix that the forward never uses: its gradient is zero.
-
-    Parameters, in registration order: ``up.kernel [in_features, hidden]``, ``unused.kernel [hidden, hidden]``,
-    ``norm.scale [hidden]``, ``norm.bias [hidden]``, ``down.kernel [hidden, out_features]``.
-    """
+class UnusedToy(ToyMLP):
+    """A matrix ``unused [hidden, hidden]`` in the middle that the forward never uses: its gradient is zero."""
 
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.up = _linear(in_features, hidden, rngs)
         self.unused = _linear(hidden, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
-        return self.down(self.norm(jax.nn.relu(self.up(x))))

@@ -23,7 +23,6 @@ from ..sizes import TransformerConfig
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
 _embedding_init = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 
-
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
@@ -31,13 +30,7 @@ NORM_EPS = 1e-5
 def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``.
 
-    Args:
-        length: Number of positions.
-        head_size: Width of one head, even.
-        dtype: Dtype of the result; the angles are computed in float64 whatever it is.
-
-    Returns:
-        Two constants of shape ``[length, 1, head_size / 2]``, that broadcast over heads.
+    Two constants ``[length, 1, head_size / 2]``, that broadcast over heads; the angles are computed in float64.
     """
     frequencies = ROPE_THETA ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     angles = np.arange(length, dtype=np.float64)[:, None, None] * frequencies
@@ -47,12 +40,7 @@ def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> t
 def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
     """Turns feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
 
-    Args:
-        x: Queries or keys, ``[batch, length, num_heads, head_size]``.
-        tables: What ``rotary_tables`` gave.
-
-    Returns:
-        An array like ``x``.
+    ``x`` are queries or keys ``[batch, length, num_heads, head_size]``.
     """
     cos, sin = tables
     first, second = jnp.split(x, 2, axis=-1)
@@ -82,7 +70,6 @@ class Attention(nnx.Module):
     """Causal self-attention over ``num_heads`` heads with rotary positions."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.num_heads = config.num_heads
         self.query = _linear(config.width, config.width, rngs)
         self.key = _linear(config.width, config.width, rngs)
@@ -108,7 +95,6 @@ class FeedForward(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.gate = _linear(config.width, config.hidden, rngs)
         self.up = _linear(config.width, config.hidden, rngs)
         self.down = _linear(config.hidden, config.width, rngs)
@@ -122,7 +108,6 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.attention_norm = _rms_norm(config.width, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _rms_norm(config.width, rngs)
@@ -135,16 +120,9 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole language model.
-
-    Example:
-        >>> from jaxddp.sizes import SIZES
-        >>> Transformer(SIZES["tiny"], rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
-        (3, 8, 64)
-    """
+    """The whole language model."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Draws the initial values."""
         self.config = config
         self.embedding = nnx.Embed(config.vocab, config.width, embedding_init=_embedding_init, rngs=rngs)
         # Embed fixes its output dtype when it is made; None lets the parameter decide, as in every other layer.
@@ -154,11 +132,7 @@ class Transformer(nnx.Module):
         self.head = _linear(config.width, config.vocab, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``.
-
-        Raises:
-            ValueError: If the sequences are longer than the context.
-        """
+        """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``."""
         self.config.check_length(tokens.shape[1])
         x = self.embedding(tokens)
         tables = rotary_tables(tokens.shape[1], self.config.head_size, x.dtype)

@@ -5,7 +5,8 @@ import pytest
 from flax import nnx
 
 from jaxddp.comparison_test import mostly_full, refusal
-from jaxddp.models import SIZES, Attention, Transformer, TransformerConfig, rotary_tables
+from jaxddp.models import SIZES, Transformer, TransformerConfig, rotary_tables
+from jaxddp.models.transformer import Attention
 
 NUM_PARAMS = {
     "tiny": 7_248,

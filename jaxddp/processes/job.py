@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +63,7 @@ class Job(NamedTuple):
     @property
     def address(self) -> str:
         """``host:port`` of the coordinator."""
-        return _address(self.host, self.port)
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def bind_host(self) -> str:
@@ -70,11 +72,6 @@ class Job(NamedTuple):
         address = str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
         return "0.0.0.0" if address == "127.0.1.1" else address
-
-    @property
-    def bind_address(self) -> str:
-        """``host:port`` at which process 0 listens."""
-        return _address(self.bind_host, self.port)
 
     def listen(self, port: int | None = None) -> socket.socket:
         """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
@@ -94,8 +91,7 @@ class Job(NamedTuple):
 def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
     """Finds the job that environment variables describe, ``os.environ`` if None; None if no launcher has set them.
 
-    Raises:
-        ValueError: If a launcher's variables are incomplete, are not numbers, or contradict each other.
+    Raises a ValueError if a launcher's variables are incomplete, are not numbers, or contradict each other.
     """
     found = os.environ if environment is None else environment
     if "RANK" in found or "WORLD_SIZE" in found:
@@ -149,6 +145,24 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
     return min(timeout_s, 1e9), stuck_s  # a socket can wait no longer
 
 
+def with_free_port(job: Job, timeout_s: float) -> Job:
+    """Gives a job under torchrun, whose agent listens on its port, one that process 0 takes, and a token of its own.
+
+    Process 0 tells both through the agent's store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or job.launcher != "torchrun":
+        return job
+    from torch.distributed import TCPStore  # torchrun is torch's, so it is there
+
+    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
+    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if job.process_id == 0:
+        with job.listen(port=0) as probe:
+            store.set(key, f"{probe.getsockname()[1]} {secrets.token_hex(16)}")
+    port, token = store.get(key).decode().split()
+    return job._replace(port=int(port), token=token)
+
+
 def keep_to_loopback(job: Job) -> None:
     """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface.
 
@@ -159,20 +173,14 @@ def keep_to_loopback(job: Job) -> None:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
-def visible_gpus(indices: list[int] | None = None) -> list[str]:
-    """Names the GPUs that this process sees, all or some, without starting CUDA."""
+def visible_gpus() -> list[str]:
+    """Names the GPUs that this process sees, without starting CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         # access asks the cgroup too, where SLURM gives each task some; opening the file may start the GPU.
         files = _DEVICE_FILES.glob("nvidia[0-9]*")
-        names = [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
-    else:
-        names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return names if indices is None else [names[index] for index in indices]
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
 def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, int, bool]:

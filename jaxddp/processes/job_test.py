@@ -101,7 +101,7 @@ def test_gpus_are_those_that_may_be_opened_whatever_the_driver_lists(monkeypatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-11,MIG-5,7")
-    assert visible_gpus() == ["2", "GPU-11", "MIG-5", "7"] and visible_gpus([1]) == ["GPU-11"]
+    assert visible_gpus() == ["2", "GPU-11", "MIG-5", "7"]
 
 
 def test_how_long_to_wait(monkeypatch):

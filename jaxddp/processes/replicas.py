@@ -4,14 +4,12 @@ from __future__ import annotations
 
 
 class ReplicaError(RuntimeError):
-    """Ranks hold different values of what should be the same.
+    """Ranks hold different values of what should be the same."""
 
-    Attributes:
-        name: Of the first tensor that differs, such as ``"params.w"``.
-        ranks: Those that do not hold what most ranks hold.
-        num_more: How many more tensors differ.
-        step: The step after which they were compared.
-    """
+    name: str  # of the first tensor that differs, such as "params.w"
+    ranks: tuple[int, ...]  # those that do not hold what most ranks hold
+    num_more: int  # how many more tensors differ
+    step: int  # after which they were compared
 
     def __init__(self, name: str, ranks: tuple[int, ...], num_more: int, step: int) -> None:
         """Keeps what was found."""

@@ -30,18 +30,13 @@ _MAX_BYTES = 2**20  # of a message
 def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
-    ``alike`` must be the same in all processes, such as versions; JSON values.
-
-    Returns:
-        In process 0 a connection to each other process, by its number; in the others that to process 0.
-
-    Raises:
-        ValueError: If the coordinator's port is taken or nobody answers there, processes do not come within the
-            timeout, this one is refused, or they disagree.
+    ``alike``, JSON values such as versions, must be the same in all. Gives process 0 a connection to each other
+    process, by its number, and the others that to process 0. Raises a ValueError if the coordinator's port is taken or
+    nobody answers there, processes do not come within the timeout, this one is refused, or they disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
     if job.process_id == 0:
-        return _Meeting(job, alike).wait(timeout_s)
+        return _hear_all(job, alike, timeout_s)
     return {0: _report(job, alike, timeout_s)}
 
 
@@ -80,57 +75,52 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-class _Meeting:
+def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
     """Process 0's side: a thread hears each caller."""
+    lock, is_over, deadline = threading.Lock(), threading.Event(), time.monotonic() + timeout_s
+    came, connections = {0: alike}, dict[int, Connection]()
 
-    def __init__(self, job: Job, alike: Mapping[str, Any]) -> None:
-        self._job, self._lock, self._is_over = job, threading.Lock(), False
-        self._came: dict[int, Mapping[str, Any]] = {0: alike}
-        self._connections: dict[int, Connection] = {}
-
-    def wait(self, timeout_s: float) -> dict[int, Connection]:
-        job, deadline = self._job, time.monotonic() + timeout_s
-        try:
-            listener = job.listen()
-        except OSError as error:
-            why = f"cannot listen ({error.strerror or error}): set MASTER_ADDR and MASTER_PORT"
-            raise ValueError(f"coordinator {job.address} {why}") from error
-        with listener:
-            listener.settimeout(_RETRY_S)
-            while len(self._came) < job.num_processes and time.monotonic() < deadline:
-                with contextlib.suppress(OSError):  # nobody called, or has left already
-                    threading.Thread(target=self._hear, args=listener.accept(), daemon=True).start()
-        with self._lock:
-            self._is_over = True
-        numbers = sorted(self._came)
-        fault = disagreement([self._came[number] for number in numbers], numbers=numbers)
-        if missing := [str(number) for number in range(job.num_processes) if number not in self._came]:
-            missed = f"process {', '.join(missing)} of {job.num_processes}"
-            fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.send_bytes(fault.encode())
-        if fault:
-            for connection in self._connections.values():
-                connection.close()
-            raise ValueError(fault)
-        return self._connections
-
-    def _hear(self, caller: socket.socket, address: tuple[Any, ...]) -> None:
-        connection, job, refusal = Connection(caller.detach()), self._job, "is no process of this job"
+    def hear(caller: socket.socket, address: tuple[Any, ...]) -> None:
+        connection, refusal = Connection(caller.detach()), "is no process of this job"
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
-            token, number, alike = json.loads(_receive(connection, _HELLO_S))
-            is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(alike) is dict
+            token, number, its = json.loads(_receive(connection, _HELLO_S))
+            is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(its) is dict
             if is_known and number in range(1, job.num_processes):
-                with self._lock:
-                    if not self._is_over and number not in self._came:
-                        self._connections[number] = connection
-                        self._came[number] = alike  # last: then the meeting may be over
+                with lock:
+                    if not is_over.is_set() and number not in came:
+                        connections[number] = connection
+                        came[number] = its  # last: then the meeting may be over
                         return
                 refusal = f"process_id (={number}) must be one process's: two have joined under it"
         print_line(f"jaxddp: {address[0]} is refused at {job.address}: {refusal}")
         with connection, contextlib.suppress(OSError):
             connection.send_bytes(refusal.encode())
+
+    try:
+        listener = job.listen()
+    except OSError as error:
+        why = f"cannot listen ({error.strerror or error}): set MASTER_ADDR and MASTER_PORT"
+        raise ValueError(f"coordinator {job.address} {why}") from error
+    with listener:
+        listener.settimeout(_RETRY_S)
+        while len(came) < job.num_processes and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # nobody called, or has left already
+                threading.Thread(target=hear, args=listener.accept(), daemon=True).start()
+    with lock:
+        is_over.set()
+    numbers = sorted(came)
+    fault = disagreement([came[number] for number in numbers], numbers=numbers)
+    if missing := [str(number) for number in range(job.num_processes) if number not in came]:
+        missed = f"process {', '.join(missing)} of {job.num_processes}"
+        fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.send_bytes(fault.encode())
+    if fault:
+        for connection in connections.values():
+            connection.close()
+        raise ValueError(fault)
+    return connections
 
 
 def _receive(connection: Connection, timeout_s: float) -> bytes:

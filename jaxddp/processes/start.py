@@ -17,10 +17,9 @@ from jaxlib import _jax
 from .. import __version__
 from ..arguments import check_flag
 from ..plugins import devices
-from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
+from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits, with_free_port
 from .roll_call import address_here, meet
 from .stderr import print_line
-from .torchrun import with_free_port
 from .watchdog import watch
 
 
@@ -111,7 +110,7 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, 
         local_devices or None,
         cluster_detection_method="deactivate",  # JAX would give a process alone on its host one GPU of it under SLURM
         initialization_timeout=max(1, round(timeout_s)),
-        coordinator_bind_address=job.bind_address if job.process_id == 0 else None,
+        coordinator_bind_address=job._replace(host=job.bind_host).address if job.process_id == 0 else None,
     )
 
 

@@ -42,7 +42,7 @@ def test_evaluate_gives_aux_and_draws_nothing_where_the_key_has_a_default():
     expected, expected_aux = loss_fn(PARAMS, batch())
     np.testing.assert_allclose([loss, aux["square"]], [expected, expected_aux["square"]], rtol=1e-6)
     one = trainer(dropped)
-    assert "evaluate gives no key" in refusal(one.evaluate, one.init(PARAMS), batch())
+    assert "key=None" in refusal(one.evaluate, one.init(PARAMS), batch())
 
 
 # Aux values where a mean over ranks would be wrong

@@ -58,11 +58,11 @@ class Checkpoints(CheckpointFolder):
             OSError: If it cannot be written; older checkpoints stay.
         """
         step = check_integer("step", step, least=0)
-        position = self._on_each(lambda: as_json(data_position))
-        held = self._on_each(lambda: RankState.of(trainer))
+        position = self._together(lambda: as_json(data_position), each=True)
+        held = self._together(lambda: RankState.of(trainer), each=True)
         if num_ranks() > 1:
             check_alike({"step": step, "data_position": position})
-        self._on_first(lambda: self._begin(step))
+        self._together(lambda: self._begin(step))
         begin_step(is_call=True)
         whole = held.gather()
         end_step()
@@ -78,7 +78,7 @@ class Checkpoints(CheckpointFolder):
             with (folder / _FILE).open("xb") as file:  # whose errors are the system's
                 torch.save(whole, file)
 
-        self._on_first(write)
+        self._together(write)
 
     def restore(self, trainer: Trainer, *, step: int | None = None) -> tuple[int, Any]:
         """Restores a state into a trainer's module and optimizer; gives the step and the data position.
@@ -102,7 +102,7 @@ class Checkpoints(CheckpointFolder):
             held.check_fits(tensors, about, self._name(about["step"]))
             return held, tensors
 
-        held, tensors = self._on_each(read)
+        held, tensors = self._together(read, each=True)
         held.load(tensors, about)
         trainer.num_steps = about["step"]
         return about["step"], about["data_position"]
@@ -124,16 +124,9 @@ class Checkpoints(CheckpointFolder):
             end_step()
         return texts
 
-    def _on_first(self, function: Callable[[], T]) -> T:
-        self._count()
-        return super()._on_first(function)
-
-    def _on_each(self, function: Callable[[], T]) -> T:
-        self._count()
-        return super()._on_each(function)
-
-    def _count(self) -> None:
+    def _together(self, function: Callable[[], T], each: bool = False) -> T:
         """Tells the watchdog that rank 0 has begun what the others wait for: it may take long, and waits for nobody."""
         if rank() == 0 and num_ranks() > 1:
             begin_step(is_call=True)
             end_step()
+        return super()._together(function, each)
