@@ -112,7 +112,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     cli = {"launch", "parser", "train"}
     core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
-    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "watchdog")}
+    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {
         *(f"jaxddp.cli.{name}" for name in cli),
         *(f"jaxddp.{name}" for name in core),

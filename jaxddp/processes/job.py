@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,24 +141,6 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
     timeout_s = min(300.0, max(60.0, stuck_s / 2)) if timeout_s is None else timeout_s
     check_positive("timeout_s", timeout_s)
     return min(timeout_s, 1e9), stuck_s  # a socket can wait no longer
-
-
-def with_free_port(job: Job, timeout_s: float) -> Job:
-    """Gives a job under torchrun, whose agent listens on its port, one that process 0 takes, and a token of its own.
-
-    Process 0 tells both through the agent's store.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or job.launcher != "torchrun":
-        return job
-    from torch.distributed import TCPStore  # torchrun is torch's, so it is there
-
-    store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
-    key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if job.process_id == 0:
-        with job.listen(port=0) as probe:
-            store.set(key, f"{probe.getsockname()[1]} {secrets.token_hex(16)}")
-    port, token = store.get(key).decode().split()
-    return job._replace(port=int(port), token=token)
 
 
 def keep_to_loopback(job: Job) -> None:

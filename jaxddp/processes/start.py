@@ -17,9 +17,10 @@ from jaxlib import _jax
 from .. import __version__
 from ..arguments import check_flag
 from ..plugins import devices
-from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits, with_free_port
+from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
+from .torchrun import with_free_port
 from .watchdog import watch
 
 
