@@ -89,6 +89,8 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
 def divide(parts: Parts, num_parts: int) -> tuple[jax.Array, Any]:
     """The loss and the aux tree, of the sum of ``num_parts`` parts; 0 where the weight is 0."""
     loss = parts.loss.total / denominator(parts.loss, num_parts)
+    if parts.aux is None:
+        return loss, None
     # What is no Part has been summed or joined, and is not divided.
     return loss, map_parts(
         lambda part: part.total / denominator(part, num_parts) if isinstance(part, Part) else part.values, parts.aux
