@@ -112,7 +112,7 @@ def read_rows(folder: Path) -> list[Row]:
         raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
     rows: list[Row] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and "check" in row:
                 rows.append(row)

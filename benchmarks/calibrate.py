@@ -93,7 +93,7 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     setup: CalibrationSetup = case.setup
     say(f"{case.name}: compiling for {setup.target}")
     row = Ranks(1, "simulated").run(predict, setup, in_jax=True, say=say)
-    say(f"{case.name}: {setup.num_rounds} rounds of {STEPS_IN_A_ROW} steps on {setup.ranks.num} {setup.ranks.kind}")
+    say(f"{case.name}: {setup.num_rounds} rounds of {STEPS_IN_A_ROW} steps on {setup.ranks.num} ranks")
     row |= setup.ranks.run(time_steps, setup, in_jax=True, say=say)
     try:
         row |= setup.ranks.run(profile_steps, setup, in_jax=True, say=say)

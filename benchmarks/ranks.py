@@ -193,6 +193,8 @@ def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: st
 
 def free_bytes(kind: str) -> int:
     """Free memory: of the machine and its container, or of the fullest GPU, as the driver says."""
+    if kind == "gpus" and not gpus():
+        raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
     return min(gpu.free_bytes for gpu in gpus()) if kind == "gpus" else free_memory_bytes()
 
 
@@ -202,8 +204,11 @@ def num_gpus() -> int:
     if not (of_torch := torch.cuda.device_count()):
         return 0
     command, environment = [sys.executable, "-c", _COUNT_GPUS], os.environ | _ON_GPUS
-    said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_COUNT_TIMEOUT_S)
-    return min(of_torch, int(said.stdout.split()[-1])) if said.returncode == 0 else 0
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_COUNT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return 0
+    return min(of_torch, int((said.stdout.split() or ["0"])[-1])) if said.returncode == 0 else 0
 
 
 def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:

@@ -185,6 +185,10 @@ def compiled():
     assert refused(lambda: torchref.FSDP(torch.compile(module, backend="eager")))
     module[0].compile(backend="eager")
     assert refused(lambda: torchref.FSDP(module))
+    module = mlp()
+    module[1].compile(backend="eager")  # of which nothing is sharded
+    net = torchref.FSDP(module)
+    check_a_step(net, net, mlp())
 
 
 def gradients_of_gradients():

@@ -61,6 +61,15 @@ def test_plain_data_parallelism_reduces_each_gradient_after_the_loop_of_layers()
     assert all((one.axes, one.num_ranks, one.dtype) == (("data",), NUM_RANKS, "f32") for one in found.found)
 
 
+def test_for_a_target_arrays_that_lie_anywhere_go_where_the_others_are():
+    def step(params, x, key):
+        return jax.grad(lambda params: jnp.mean((x @ params) ** 2 * jax.random.normal(key, (16, WIDTH))))(params)
+
+    x = jax.device_put(jnp.ones((16, WIDTH)), NamedSharding(mesh(), P("data")))
+    given = jnp.ones((WIDTH, WIDTH)), x, jax.random.key(0)
+    assert collectives(step, *given, target="h100:4").pairs == [("all-reduce", 4 * WIDTH**2)]
+
+
 def test_a_gather_in_a_loop_of_layers_has_its_line_and_phase_and_is_counted_once_a_layer():
     found = collectives(jax.grad(loss_fn), fsdp_params(), shape(16, WIDTH, spec=("data",)))
     gathers = found.in_loops("all-gather")

@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "optimizer")
 _MOST_DEVICES = 2**20
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Collective:
     """One collective."""
 

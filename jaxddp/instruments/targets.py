@@ -89,8 +89,11 @@ def _start(
         core.jaxpr_as_fun(params["jaxpr"]), in_shardings=params["in_shardings"],
         out_shardings=list(params["out_shardings"]), donate_argnums=tuple(donated),
     )  # fmt: skip
-    given: Any = traced._meta_tys_flat
-    arrays = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding) for one in given]
+    described: Any = traced._meta_tys_flat  # arrays that lie where JAX has put them go wherever the others are
+    arrays = [
+        jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, sharding=one.sharding if one.committed else None)
+        for one in described
+    ]
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
     exported = export.export(of_arrays, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*arrays)

@@ -5,7 +5,8 @@ import pytest
 
 from jaxddp.comparison_test import refusal
 from jaxddp.network import Network, from_file, measured
-from jaxddp.network.curves import HOST_LATENCY_US
+from jaxddp.network.curves import HOST_LATENCY_US, _at_size
+from jaxddp.network.tables import _MEASURED
 
 S = 10**9
 ONE, HOSTS = Network(50, latency_us=15), Network(400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
@@ -126,6 +127,19 @@ def test_a_chip_of_which_little_was_measured_takes_the_rest_from_another(chip, l
         assert own.seconds(kind, MIB, range(ranks)) == taken.seconds(kind, MIB, range(ranks))
     gather = measured("h100:8").seconds("all-gather", (1.5 if chip == "a100" else 1) * 2**30, range(8))
     assert own.seconds("all-gather", 2**30, range(8)) == pytest.approx(gather, rel=0.01)  # between two sizes
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200", "gb200", "gb300"])
+def test_a_size_left_out_of_nvidias_table_is_found_between_its_neighbours(chip):
+    """From 1 MiB up, half within 5 % and four of five within 15 %: these are single runs, whose neighbours scatter."""
+    errors = []
+    for by_ranks in json.loads(_MEASURED.read_text())["us"][chip].values():
+        for rows in by_ranks.values():
+            large = [(size, us) for size, us in rows if size >= MIB]
+            for left, (size, us), right in zip(large, large[1:], large[2:], strict=False):
+                errors.append(abs(_at_size((left, right), size) / us - 1))
+    errors.sort()
+    assert errors[len(errors) // 2] < 0.05 and errors[int(0.8 * len(errors))] < 0.15
 
 
 def test_a_run_of_the_collectives_benchmark_is_read(file):

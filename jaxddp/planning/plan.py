@@ -88,8 +88,8 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
     split = formulas.best_split(workload, partial(_rates, job), job.num_devices, job.assumptions)
     buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
-    step = None  # estimated without tensor parallelism, replicas of shards, or a torus
-    if job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus:
+    step = None  # estimated without tensor parallelism, replicas of shards, a torus, or a peak by hand
+    if not cluster.is_by_hand and job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus:
         step = estimate(_run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches))
     return {
         "target": cluster.target.spec,

@@ -107,7 +107,12 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    is_flash = {"full": False, "flash": True}[attention]
+    for name, given, known in (
+        ("attention", attention, ("full", "flash")), ("checkpointing", checkpointing, _RECOMPUTED),
+    ):  # fmt: skip
+        if given not in known:
+            raise ValueError(f"{name} (={given!r}) must be one of {', '.join(known)}")
+    is_flash = attention == "flash"
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
     split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)

@@ -209,6 +209,7 @@ def marks(kind):
         ((X, X[:3]), mean_x, "batch leaves must agree in length, they have {'0': 7, '1': 3}"),
         (X, 3, "eval_fn (=3) must be a function"),
         (X, lambda params, x: x, "eval_fn (=<lambda>) must return a dict"),
+        (X, marks(jnp.mean), "must be marked as jaxddp.Mean, Sum or PerExample"),
         (X, marks(lambda x: jaxddp.Sum(x.sum())), "'a' (=Sum of array of []) must have the 4 examples"),
         (iter([X, X[:, :1]]), marks(jaxddp.Sum), "values of examples (=[1]) must have one shape, [3] before"),
         ([{"a": X}, {"b": X}], lambda params, x: jax.tree.map(jaxddp.Sum, x), "['b'], and ['a'] before"),

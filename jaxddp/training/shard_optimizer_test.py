@@ -92,6 +92,32 @@ def test_in_pmap(problem):
     assert_near(copies, jax.tree.map(lambda leaf: np.broadcast_to(leaf, (NUM_RANKS, *leaf.shape)), theirs), atol=1e-13)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_leaves_smaller_than_the_ranks_empty_scalar_and_unused(check_vma):
+    mesh, optimizer = jaxddp.data_mesh(NUM_RANKS), optax.adam(0.1)
+    # The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
+    empty = {} if jax.__version__.startswith("0.11.") else {"empty": jnp.zeros((0, 3))}
+    params = {"scalar": jnp.float32(1), "two": jnp.ones(2), "nine": jnp.ones((3, 3)), "unused": jnp.ones(5), **empty}
+    sharded = jaxddp.shard_optimizer(optimizer, "data")
+
+    def step(params, x):
+        def loss_fn(params):
+            return sum(jnp.sum(leaf**2) for name, leaf in params.items() if name != "unused") * x[0] / 2
+
+        grads = jax.grad(loss_fn)(jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params))
+        updates, _ = sharded.update(grads, sharded.init(params), params)
+        return updates
+
+    x = np.arange(4, dtype=np.float32)
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    ours = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))(params, x)
+    grads = jax.tree.map(lambda leaf: leaf * x.mean(), params) | {"unused": jnp.zeros(5)}
+    theirs, _ = optimizer.update(grads, optimizer.init(params), params)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6)  # float32, a few roundings
+        assert mine.shape == other.shape
+
+
 def test_what_is_not_element_wise_is_refused_where_it_would_be_sharded():
     mesh, params, optimizer = jaxddp.data_mesh(2), {"w": jnp.ones((8, 8))}, optax.lamb(0.1)
     trainer = jaxddp.Trainer(lambda params, batch: jnp.sum(params["w"]), optimizer, jaxddp.zero1(), mesh)

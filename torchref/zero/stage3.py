@@ -193,8 +193,6 @@ def _direct(module: nn.Module) -> dict[str, nn.Parameter]:
 def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
     """The modules to shard."""
     direct = {one: _direct(one) for one in module.modules()}
-    if any(one._compiled_call_impl or "_orig_mod" in one._modules for one in direct):
-        raise ValueError("module must not be compiled: wrap it first; torch.compile around FSDP leaves it uncompiled")
     # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
     units = {
         one
@@ -204,6 +202,9 @@ def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> 
     if not units:
         names = ", ".join(kind.__name__ for kind in shard_types)
         raise ValueError(f"module (={type(module).__name__}) must have parameters in modules of shard_types (={names})")
+    compiled = [one for one in direct if one._compiled_call_impl or "_orig_mod" in one._modules]
+    if any(part in units for one in compiled for part in one.modules()):
+        raise ValueError("module must not be compiled: wrap it first; torch.compile around FSDP leaves it uncompiled")
     replicated_in = {id(parameter): one for one in direct.keys() - units for parameter in direct[one].values()}
     for path, one in module.named_modules():
         for name, parameter in direct[one].items() if one in units else ():
