@@ -131,10 +131,7 @@ def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
                     {"rows": tensor, "global": tensor})  # fmt: skip
         assert laid_out.shape == cut.global_shape
         np.testing.assert_array_equal(np.concatenate(shards, axis=-1 if cut.dim is None else cut.dim), laid_out)
-        for rank, shard in enumerate(shards):
-            np.testing.assert_array_equal(cut.without_padding(shard, rank), shard)  # it is zeros
-        kept = [cut.without_padding(np.ones(cut.shard_shape), rank).sum() for rank in range(num_ranks)]
-    assert sum(kept) == tensor.size
+    assert cut.dim is not None or not rows.reshape(-1)[tensor.size :].any()  # padding is zeros
     assert 0 <= num_ranks * cut.chunk - tensor.size < num_ranks
     assert cut.dim is None or num_ranks * cut.chunk == tensor.size
 

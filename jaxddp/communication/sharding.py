@@ -101,12 +101,6 @@ class Cut:
             return lax.dynamic_slice_in_dim(tensor, rank * size, size, self.dim)
         return lax.dynamic_index_in_dim(self.to_rows(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
-    def without_padding(self, shard: jax.Array, rank: jax.Array | int) -> jax.Array:
-        """Zeroes the padding in a rank's shard."""
-        if self.dim is not None or self.num_ranks * self.chunk == math.prod(self.shape):
-            return shard
-        return jnp.where(rank * self.chunk + jnp.arange(self.chunk) < math.prod(self.shape), shard, 0)
-
     def to_global(self, tensor: jax.Array) -> jax.Array:
         """Lays a full tensor out as the array of all shards."""
         return tensor if self.dim is not None else self.to_rows(tensor).reshape(self.global_shape)
