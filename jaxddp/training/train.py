@@ -145,6 +145,7 @@ class Trainer:
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
     _fitting: dict[Any, Programs] = field(default_factory=dict, init=False)  # by states that have been checked
+    _steps: dict[Any, Any] = field(default_factory=dict, init=False)  # compiled, by shapes of state and batch
     _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
 
     def __post_init__(self) -> None:
@@ -195,7 +196,7 @@ class Trainer:
         """Number of ranks."""
         return self.ranks.num_ranks
 
-    @property
+    @cached_property
     def batch_sharding(self) -> NamedSharding:
         """How the arrays of a batch lie over the ranks: split along dimension 0."""
         return NamedSharding(self.mesh, P(self.ranks.axis))
@@ -284,15 +285,20 @@ class Trainer:
                 a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
-        model = self._model(state)
-        if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
-            # Python's numbers become arrays, such as a learning rate that the user has set.
-            state = state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state))
-        batch = self._place(model, batch, self.num_microbatches, state)
-        program = model.step(state, batch)
+        check_state(state)
+        batch = host_arrays(batch)
+        key = signature(state, batch)
+        if key not in self._steps:  # all that depends on shapes alone is done once for them
+            if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
+                # Python's numbers become arrays, such as a learning rate that the user has set.
+                return self.step(state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state)), batch)
+            model = self._model(state)
+            self._agree(model, batch, self.num_microbatches, state)
+            self._steps[key] = model.step(state, self._place(batch))
+        batch = self._place(batch)
         with self._watched(is_call=False) as results:
-            result = program(state, batch)
-            if model.platform == "cpu":
+            result = self._steps[key](state, batch)
+            if platform_of(self.mesh) == "cpu":
                 # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
                 jax.block_until_ready(result)
             results.append(result[1]["loss"])
@@ -348,8 +354,10 @@ class Trainer:
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         model = self._model(state)
+        batch = host_arrays(batch)
         with self._watched():  # processes may compare their batches
-            batch = self._place(model, batch, 1)
+            self._agree(model, batch, 1)
+        batch = self._place(batch)
         program = model.evaluate(state, batch, measure)
         with self._watched() as results:
             result = program(state, batch)
@@ -563,10 +571,10 @@ class Trainer:
             ValueError: If it is no state of this trainer.
         """
         check_state(state)
-        key = signature(state.params), jax.tree.structure(state), tuple(map(np.shape, jax.tree.leaves(state)))
+        key = signature(state)
         if key in self._fitting:
             return self._fitting[key]
-        model = self._models.get(key[0])
+        model = self._models.get(signature(state.params))
         if model is None:
             is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
             if is_cast or self.strategy.gathers_in_loss:
@@ -671,8 +679,8 @@ class Trainer:
                 said["results and constant gradients"] = describe_results(model.trace(state, batch))
         return said
 
-    def _place(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
-        batch = host_arrays(batch)
+    def _agree(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> None:
+        """Refuses a batch that cannot be split, and processes whose batches or plans differ."""
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
@@ -680,11 +688,17 @@ class Trainer:
             if key not in self._agreed:
                 check_alike(self._describe_batch(model, held, num_microbatches, state), BATCH_S)
                 self._agreed.add(key)
-            make = partial(jax.make_array_from_process_local_data, model.batch_sharding)
-            batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(leaf), held)
+            batch = self._place(batch)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
+
+    def _place(self, batch: Any) -> Any:
+        """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
+        sharding = self.batch_sharding
+        if jax.process_count() > 1:
+            make = partial(jax.make_array_from_process_local_data, sharding)
+            batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
         try:
-            return jax.device_put(batch, model.batch_sharding)
+            return jax.device_put(batch, sharding)
         except TypeError as error:  # text and objects
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 

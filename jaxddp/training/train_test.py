@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,26 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         assert len(compiles) == 2
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def test_a_step_after_the_first_does_little_in_python():
+    """A GPU whose steps are waited for waits for this too."""
+    trainer = make(lambda params, batch: sum(map(jnp.sum, params)) * jnp.mean(batch["x"]))
+    state, batch = trainer.init([jnp.ones(3)] * 200), {"x": jnp.ones((4, 2))}
+    state, _ = trainer.step(state, batch)
+    count = 0
+
+    def add(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(add)
+    try:
+        trainer.step(state, batch)
+    finally:
+        sys.setprofile(None)
+    # Two are a leaf's shape and dtype; with a walk over the leaves for each check there were eight.
+    assert count < 4 * 200
 
 
 def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():
