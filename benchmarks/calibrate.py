@@ -155,7 +155,7 @@ def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     (take, memory), seconds, loss = start(ranks, setup), [], 0.0
     for _ in range(setup.num_rounds):
         dist.barrier()
-        loss, elapsed_s = stopwatch(take, STEPS_IN_A_ROW, wait=lambda loss: None)
+        loss, elapsed_s = stopwatch(take, STEPS_IN_A_ROW)
         seconds.append(elapsed_s / STEPS_IN_A_ROW)
         say_on_rank()
     allocated = jax.local_devices()[0].memory_stats() or {}

@@ -102,7 +102,7 @@ def interleave(
         for label in [*labels[shift:], *labels[:shift]]:
             if label not in results:
                 continue
-            timed = partial(stopwatch, steps[label], index, wait=lambda result: None)
+            timed = partial(stopwatch, steps[label], index)
             before(label)
             found = timed() if index else attempt(label, timed)
             if found is None:

@@ -29,7 +29,7 @@ ONLY_IN_ONE = {
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
         *("axis_size", "traced_platform", "varying", "as_varying"),  # torch has get_world_size
-        *("joins_arrays", "jaxlib_version", "kind_of"),  # what XLA joins, and from which version on; see gloo.py
+        *("joins_arrays", "kind_of"),  # what XLA joins; see gloo.py
     },
     "communication/hooks": {"all_reduce"},
     "communication/buffers": {"check_dense", "tensor_spec", "pack_small"},

@@ -259,7 +259,7 @@ def take_steps(
     with noted_signals(training.is_noted_by_jax) as signals:
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
-            metrics, seconds = stopwatch(training.step, batch, wait=lambda _: None)  # it waits itself
+            metrics, seconds = stopwatch(training.step, batch)  # it waits itself
             step, num_batches, loss = training.num_steps, num_batches + 1, float(metrics["loss"])
             is_skipped = bool(metrics.get("skipped"))
             num_skips = num_skips + 1 if is_skipped else 0

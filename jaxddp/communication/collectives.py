@@ -26,7 +26,6 @@ References:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,7 +33,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 from jax import lax
 
 from ..arguments import check_pairs, check_root
@@ -130,13 +128,8 @@ def as_varying(tree: Any, axis: Axis) -> Any:
 
 
 def joins_arrays() -> bool:
-    """Whether one all-reduce takes several arrays here: on GPUs, from jaxlib 0.10.2."""
-    return traced_platform() in ("gpu", "cuda") and jaxlib_version() >= (0, 10, 2)
-
-
-def jaxlib_version() -> tuple[int, ...]:
-    """The first three numbers of jaxlib's version."""
-    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
+    """Whether one all-reduce takes several arrays here: on GPUs."""
+    return traced_platform() in ("gpu", "cuda")
 
 
 def kind_of(kind: str, num_ranks: int, platform: str) -> str:

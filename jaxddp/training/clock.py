@@ -1,9 +1,4 @@
-"""The one clock: how durations are measured and summarised.
-
-JAX and CUDA return before the work is done, so the clock starts when no work is pending and stops when the result is
-ready. Everything that prints a time measures it with ``stopwatch`` and summarises it with ``summarize``: a median with
-its spread, never a mean.
-"""
+"""The one clock: everything that prints a time measures it here, and as a median with its spread, never as a mean."""
 
 from __future__ import annotations
 
@@ -36,56 +31,15 @@ class Timings(NamedTuple):
 
 
 def summarize(seconds: Sequence[float]) -> Timings:
-    """Summarises durations.
-
-    Args:
-        seconds: At least one; percentiles between two of them are interpolated linearly.
-
-    Returns:
-        Median, 10th and 90th percentile.
-
-    Raises:
-        ValueError: If there are none.
-
-    Example:
-        >>> summarize([0.001, 0.002, 0.009]).median_ms
-        2.0
-    """
+    """Gives the median and percentiles, linear between two durations; a ValueError if there are none."""
     if len(seconds) == 0:
         raise ValueError("seconds (=[]) must hold at least one duration")
     p10, median, p90 = np.percentile(np.asarray(seconds, dtype=np.float64) * 1e3, [10, 50, 90]).tolist()
     return Timings(median, p10, p90)
 
 
-def _wait_for_jax(value: Any) -> Any:
-    import jax  # not above: programs of torch use this clock as well
-
-    return jax.block_until_ready(value)
-
-
-def stopwatch(
-    function: Callable[..., Result], *args: Any, wait: Callable[[Any], Any] = _wait_for_jax
-) -> tuple[Result, float]:
-    """Calls a function and measures the time until its result is ready.
-
-    It waits for the arguments before the clock starts, so that earlier work is not counted.
-
-    Args:
-        function: The function to time.
-        *args: Its arguments.
-        wait: Blocks until a value is ready; for PyTorch on a GPU
-            ``lambda _: torch.cuda.synchronize()``.
-
-    Returns:
-        The result and the duration in seconds.
-
-    Example:
-        >>> total, seconds = stopwatch(sum, [1, 2, 3])
-        >>> total, seconds > 0
-        (6, True)
-    """
-    wait(args)
+def stopwatch(function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
+    """Gives the result of a call, and its seconds. JAX and CUDA return early: what is timed waits for its results."""
     start = time.perf_counter()
     result = function(*args)
-    wait(result)
     return result, time.perf_counter() - start

@@ -1,5 +1,3 @@
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxddp.comparison_test import refusal
@@ -14,33 +12,7 @@ def test_summary_is_median_and_percentiles_in_ms():
     assert "seconds (=[]) must hold at least one duration" in refusal(summarize, [])
 
 
-def test_stopwatch_waits_before_and_after(monkeypatch):
+def test_stopwatch_times_the_call_alone(monkeypatch):
     clock = iter([10.0, 17.5])
-    events = []
-
-    def now():
-        events.append("clock")
-        return next(clock)
-
-    monkeypatch.setattr("jaxddp.training.clock.time.perf_counter", now)
-
-    def call(text):
-        events.append("call")
-        return text.upper()
-
-    result, seconds = stopwatch(call, "work", wait=events.append)
-    assert (result, seconds) == ("WORK", 7.5)
-    assert events == [("work",), "clock", "call", "WORK", "clock"]
-
-
-def test_stopwatch_waits_for_jax_by_default(monkeypatch):
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", lambda value: waited.append(value) or value)
-    stopwatch(lambda x: x + 1, 1)
-    assert waited == [(1,), 2]
-
-
-def test_stopwatch_takes_arguments_that_are_donated_and_results_that_are_no_arrays():
-    give_up = jax.jit(lambda x: x * 2, donate_argnums=0)
-    (doubled, note), _ = stopwatch(lambda x: (give_up(x), "note"), jnp.arange(4.0))
-    assert doubled.tolist() == [0.0, 2.0, 4.0, 6.0] and note == "note"
+    monkeypatch.setattr("jaxddp.training.clock.time.perf_counter", lambda: next(clock))
+    assert stopwatch(str.upper, "work") == ("WORK", 7.5)

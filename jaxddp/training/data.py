@@ -88,14 +88,7 @@ class Corpus:
         self._text = np.frombuffer(text, dtype=np.uint8)
 
     def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Gives a rank's rows of the batch of a step.
-
-        Args:
-            step: From 0; no batch depends on an earlier one.
-            batch_size: Examples in the global batch.
-            seed: Of the permutations; each epoch has its own.
-            rank: Whose rows.
-            num_ranks: Ranks that share the batch.
+        """Gives a rank's rows of the global batch of a step, from 0; no batch depends on an earlier one.
 
         Returns:
             ``{"tokens": [batch_size / num_ranks, context], "targets": the same, one byte later}``.

@@ -12,13 +12,9 @@ from ..arguments import is_number
 
 
 class EmaState(NamedTuple):
-    """State of ``params_ema``.
+    """State of ``params_ema``."""
 
-    Attributes:
-        ema: The average; a tree like the parameters.
-    """
-
-    ema: Any
+    ema: Any  # the average; a tree like the parameters
 
 
 def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:

@@ -30,14 +30,7 @@ Run = Callable[[Any, np.ndarray], dict[str, Any]]
 
 
 def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
-    """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something.
-
-    Returns:
-        The results: NumPy arrays and numbers.
-
-    Raises:
-        ValueError: If there are no examples, or a process has no batch.
-    """
+    """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something."""
     return map_parts(_result, functools.reduce(_add, _parts(run, batches, by_rank, watched)))
 
 

@@ -23,12 +23,7 @@ def auto_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """Makes a training step to be jitted with a replicated state and a batch sharded by rank.
 
-    Args:
-        loss_fn: ``(params, batch)`` to the mean loss.
-        optimizer: Any optax transformation.
-
-    Returns:
-        ``(state, batch)`` to the next state and the metrics, over the global batch.
+    It takes ``(state, batch)`` to the next state and the metrics, over the global batch.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -66,16 +66,7 @@ def became_nonfinite(new: Any, old: Any) -> jax.Array:
 
 
 def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
-    """Makes the ranks' model states one.
-
-    Args:
-        model_state: This rank's; a tree of arrays.
-        ranks: The ranks.
-        how: One of ``STATE_SYNC``.
-
-    Returns:
-        The same tree, equal on all ranks.
-    """
+    """Makes the ranks' model states one; ``how`` is of ``STATE_SYNC``."""
     leaves, structure = jax.tree.flatten(model_state)
     if ranks.num_ranks == 1 or not leaves:
         return model_state

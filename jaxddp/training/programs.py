@@ -43,12 +43,7 @@ _COMPILERS: dict[AbstractDevice, Compile] = {}
 
 
 def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
-    """Sets how to compile for meshes of a device that is not there.
-
-    Args:
-        device: ``AbstractMesh.abstract_device``.
-        compiler: Compiles a function for it.
-    """
+    """Sets what compiles for meshes of a device that is not there, ``AbstractMesh.abstract_device``."""
     _COMPILERS[device] = compiler
 
 
@@ -79,12 +74,7 @@ class Programs:
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:
-        """Makes nothing yet.
-
-        Args:
-            run: What the step is made of; its loss is of full parameters.
-            mesh: Of the ranks.
-        """
+        """Makes nothing yet; the loss of ``run`` is of full parameters."""
         loss, strategy = run.strategy.full(run.loss, run.layout), on_blocks(run.strategy, run.layout)
         self.layout, self.run = run.layout, run._replace(loss=loss, strategy=strategy)
         self.platform, self._mesh = platform_of(mesh), mesh

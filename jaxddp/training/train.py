@@ -451,13 +451,6 @@ class Trainer:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
 
         Constant gradients are left out, because XLA drops their reduction. On one rank nothing is communicated.
-
-        Args:
-            state: As from ``init``; arrays or ``jax.ShapeDtypeStruct``.
-            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-
-        Returns:
-            Which gradients are communicated together.
         """
         return self._model(state).plan(state, self._described(batch))
 
@@ -502,18 +495,9 @@ class Trainer:
         return self._model(state).trace(state, self._described(batch))
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
-        """Gives the step before it is compiled.
+        """Gives the step before it is compiled, with a plan of one's own or that of ``plan``.
 
-        Args:
-            state: As from ``init`` or ``abstract_state``.
-            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-            plan: What to communicate; that of ``plan`` if None.
-
-        Returns:
-            ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
-
-        Raises:
-            ValueError: As ``compile``.
+        It is ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
         """
         return self._model(state).step_function(state, self._described(batch), plan)
 

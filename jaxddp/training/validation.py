@@ -40,11 +40,7 @@ def one_line_errors(optimizer: optax.GradientTransformation) -> optax.GradientTr
 
 
 def check_state(state: TrainState) -> None:
-    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that.
-
-    Raises:
-        ValueError: If it is none, or was donated.
-    """
+    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that."""
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
@@ -59,11 +55,7 @@ def check_state(state: TrainState) -> None:
 
 
 def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
-    """Refuses a state that a trainer of other options has made.
-
-    Raises:
-        ValueError: If the optimizer's state has another structure, or its leaves other shapes or dtypes.
-    """
+    """Refuses a state that a trainer of other options has made, by structure and shapes of the optimizer's state."""
     mine, theirs = held.opt_state, state.opt_state
     rule = "state must be one that this trainer has made"
     options = (Masters, f"compute_dtype (={trainer.compute_dtype})"), (OwnedState, "strategy (shard='leaves')")
@@ -87,14 +79,8 @@ def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
 def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
     """Gives where full parameters lie along mesh axes that are not of ranks: a tree of ``Leaf``.
 
-    Args:
-        params: A tree of ``jax.ShapeDtypeStruct``.
-        param_specs: A tree of ``PartitionSpec`` like it, or a prefix; None without other axes.
-        mesh: Of ranks and other axes.
-        axes: The other axes.
-
-    Raises:
-        ValueError: If the trees do not fit, or a spec names another axis, or one that does not divide a dimension.
+    ``param_specs`` is a tree of ``PartitionSpec`` like ``params``, or a prefix. Refused are trees that do not fit, and
+    specs that name another axis, or one that does not divide a dimension.
     """
     if not axes:
         return whole(params)
@@ -122,16 +108,7 @@ def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) ->
 
 
 def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
-    """Refuses a batch that cannot be split.
-
-    Args:
-        batch: A tree of arrays whose dimension 0 counts examples.
-        num_ranks: Ranks that share it.
-        num_microbatches: Parts into which each rank splits its share.
-
-    Raises:
-        ValueError: If leaves are no arrays or differ in length, or the length cannot be divided.
-    """
+    """Refuses a batch that cannot be split over ranks, and by each of them into micro-batches."""
     length = count_examples(batch)
     if length % (num_ranks * num_microbatches) or length == 0:
         raise ValueError(
@@ -141,11 +118,7 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
 
 
 def count_examples(batch: Any) -> int:
-    """Counts the examples of a batch, which may be none.
-
-    Raises:
-        ValueError: If leaves are no arrays or differ in length.
-    """
+    """Counts the examples of a batch, which may be none; refuses leaves that are no arrays or differ in length."""
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError(f"batch (={batch!r}) must hold at least one array")

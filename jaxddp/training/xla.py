@@ -29,8 +29,9 @@ from __future__ import annotations
 import os
 import re
 
+import jaxlib.version
+
 from ..arguments import check_kind
-from ..communication.collectives import jaxlib_version
 from ..strategy import Strategy
 
 _DISABLE = "xla_disable_hlo_passes"
@@ -71,31 +72,29 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    is_new = jaxlib_version() >= (0, 10, 2)  # older versions refuse unknown names
     if platform == "cpu":
         passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
         return {_DISABLE: _with_disabled_passes_of_environment(passes)}
     if platform in ("gpu", "cuda"):
-        joins = is_new and strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
+        joins = strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
-            **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY if is_new else {}),
+            **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY),
         }
     if platform == "tpu":
-        options: dict[str, str | int | bool] = {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
-        if not is_new:
-            return options
-        return options | _ON_SPARSE_CORES | (_AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {})
+        options = _ON_SPARSE_CORES | (_AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {})
+        return options | {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
 
 
 def _ahead_in_loops() -> dict[str, str | bool]:
     """Lets each round of a loop start what the next one needs; the options have other names since jaxlib 0.11.1."""
     kinds = ("all_gather", "reduce_scatter")
-    if jaxlib_version() < (0, 11, 1):
+    version = tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
+    if version < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
 

@@ -63,12 +63,6 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
     assert jaxddp.compile_options(jaxddp.zero3(), "gpu") == THRESHOLDS | ahead  # in loops over layers
 
 
-@pytest.mark.parametrize("version", ["0.10.1", "0.10.0", "0.9.12"])
-def test_a_jaxlib_that_does_not_know_the_schedulers_options_does_not_get_them(version, monkeypatch):
-    monkeypatch.setattr("jaxlib.version.__version__", version)
-    assert jaxddp.compile_options(jaxddp.bucketed(), "gpu") == THRESHOLDS
-
-
 def test_unknown_platform():
     with pytest.raises(ValueError, match="unknown platform 'npu': one of cpu, gpu, cuda, tpu"):
         jaxddp.compile_options(jaxddp.naive(), "npu")
