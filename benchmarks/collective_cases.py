@@ -57,10 +57,6 @@ def plan(name: str, kinds: dict[str, str], size_bytes: int, num_ranks: int) -> l
     """Lists the ``(kind, bytes of the full buffer)`` that a collective should issue.
 
     ``kinds`` has the framework's names of those of ``PRIMITIVES`` that are implemented by others.
-
-    Example:
-        >>> plan("ring_all_reduce", {"send_recv": "collective-permute"}, 1024, 2)
-        [('collective-permute', 512), ('collective-permute', 512)]
     """
     if name not in RINGS:
         return [(kinds.get(name, name.replace("_", "-")), size_bytes)]

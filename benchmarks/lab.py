@@ -91,7 +91,10 @@ class Lab:
 
     def __enter__(self) -> Lab:
         """Makes the hosts, after removing labs of processes that are gone."""
-        _remove_leftovers()
+        for path in _NAMESPACES.glob(f"{_PREFIX}.*.*.*.*"):
+            _, pid, start_time, *_ = path.name.split(".")
+            if pid.isdecimal() and _start_time(int(pid)) != start_time:
+                _remove(path.name)
         try:
             self._build()
             self.hosts[0].call(lambda: None)
@@ -171,13 +174,6 @@ def measure_mbit(lab: Lab) -> float:
             times_s.append(time.perf_counter())
         sending.result()
     return float(num_bytes * 8e-6 / np.median(np.diff(times_s)))
-
-
-def _remove_leftovers() -> None:
-    for path in _NAMESPACES.glob(f"{_PREFIX}.*.*.*.*"):
-        _, pid, start_time, *_ = path.name.split(".")
-        if pid.isdecimal() and _start_time(int(pid)) != start_time:
-            _remove(path.name)
 
 
 def _remove(name: str) -> None:

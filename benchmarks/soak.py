@@ -179,7 +179,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         return time.monotonic() - since_s
 
     def await_step(self, step: int, bound_s: float = BACK_BOUND_S) -> int:
-        """Waits for a checkpoint of this step or a later one, and gives its step."""
+        """Waits for a checkpoint of this step or a later one; gives its step."""
         self.wait(lambda: newest_step(self._checkpoints) >= step, time.monotonic(), bound_s)
         return newest_step(self._checkpoints)
 
@@ -190,9 +190,6 @@ class Job(contextlib.AbstractContextManager["Job"]):
         ranks = [pid for role, pid in roles.items() if role != "launcher"]
         others = set(roles.values()) - {self._inject(kind, roles, rank)}
 
-        def is_noticed() -> bool:
-            return self._log.stat().st_size > num_printed or not all(map(is_alive, others))
-
         def is_back() -> bool:
             nonlocal left
             if self.launcher.poll() is not None:
@@ -200,7 +197,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
                 self.launch()
             return newest_step(self._checkpoints) > saved
 
-        noticed_s = self.wait(is_noticed, since_s)
+        noticed_s = self.wait(lambda: self._log.stat().st_size > num_printed or not all(map(is_alive, others)), since_s)
         ended_s = self.wait(lambda: not any(map(is_alive, ranks)), since_s)
         saved = newest_step(self._checkpoints)
         self._filler.unlink(missing_ok=True)
@@ -233,9 +230,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # another user's, or it has ended
                 variables = (process / "environ").read_text(errors="replace").split("\0")
-                if f"{_MARK}={self._mark}" in variables and is_alive(pid := int(process.name)):
-                    rank = next((one for one in variables if one.startswith("RANK=")), "")
-                    found[pid] = int(_stat(pid)[1]), rank.removeprefix("RANK=")
+                if f"{_MARK}={self._mark}" in variables and (parent := _parent(pid := int(process.name))) is not None:
+                    found[pid] = parent, next((one[5:] for one in variables if one.startswith("RANK=")), "")
         return found
 
 
@@ -245,15 +241,16 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs or is stopped; one that has ended and was not waited for is not."""
+    return _parent(pid) is not None
+
+
+def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError):
-        return _stat(pid)[0] not in "ZX"
-    return False
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(parent)
+    return None
 
 
 def usage_over(pids: dict[str, int], seconds: float) -> Iterator[dict[str, Any]]:

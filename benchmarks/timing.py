@@ -77,15 +77,10 @@ class Attempts:
 
 
 def interleave(
-    steps: Mapping[str, Callable[[int], Any]],
-    num_rounds: int,
-    num_warmup: int,
-    *,
-    attempt: Attempts,
-    before: Callable[[str], object] = lambda label: None,
+    steps: Mapping[str, Callable[[int], Any]], num_rounds: int, num_warmup: int, *, attempt: Attempts,
+    before: Callable[[str], object] = lambda label: None, on_round: Callable[[int], object] = lambda done: None,
     after: Callable[[str, Any], Any] = lambda label, result: result,
-    on_round: Callable[[int], object] = lambda done: None,
-) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:  # fmt: skip
     """Times steps by turns: each runs once a round, and every round starts with another of them.
 
     A step takes the number of the round; one that fails in the first takes part in no other, and a later failure is

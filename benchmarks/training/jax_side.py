@@ -103,19 +103,17 @@ class JaxSide:
         def local_gradients(params: Any, batch: Any) -> Any:
             return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(self.loss_fn)(params, batch))
 
-        def sums_of(buffers: Any) -> Any:
-            return jax.lax.psum(buffers, DATA_AXIS)
-
-        def both_of(params: Any, batch: Any, buffers: Any) -> Any:
-            return local_gradients(params, batch), sums_of(buffers)
-
         def buffers_of(num_bytes: int) -> Any:
             zeros = partial(jnp.zeros, (self.mesh.size * num_bytes // 4,))
             return jax.jit(lambda: [zeros()] * NUM_PROBED, out_shardings=NamedSharding(self.mesh, _BY_RANK))()
 
         gradients = over_ranks(local_gradients, (_WHOLE, _BY_RANK), _BY_RANK)
-        sums, buffers = over_ranks(sums_of, _BY_RANK, _WHOLE), {size: buffers_of(size) for size in sizes}
-        both = over_ranks(both_of, (_WHOLE, _BY_RANK, _BY_RANK), (_BY_RANK, _WHOLE))
+        sums_of, buffers = partial(jax.lax.psum, axis_name=DATA_AXIS), {size: buffers_of(size) for size in sizes}
+        sums = over_ranks(sums_of, _BY_RANK, _WHOLE)
+        both = over_ranks(
+            lambda params, batch, buffers: (local_gradients(params, batch), sums_of(buffers)),
+            (_WHOLE, _BY_RANK, _BY_RANK), (_BY_RANK, _WHOLE),
+        )  # fmt: skip
 
         def all_reduce(size: int, index: int) -> None:
             _wait(sums(buffers[size]))
