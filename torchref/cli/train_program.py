@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int | None:
         raise ValueError(f"devices (={options.devices}) must be processes (={options.processes}): a rank is a process")
     if find_job() is None:
         num_ranks = options.devices or options.processes or len(visible_gpus()) or command.DEFAULT_SIMULATED_DEVICES
+        options.check_batch_size(num_ranks)  # here, or each rank would say it
         return launch(["-m", "torchref", *sys.argv[1:]], num_ranks, max_restarts=options.max_restarts)
     train(options, command.say_on_first())
     dist.destroy_process_group()

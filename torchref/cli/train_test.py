@@ -57,6 +57,12 @@ def test_bad_input_is_one_line_and_status_2(command, alone, text, capsys):
     assert (status, len(lines)) == (2, 1) and lines[0].startswith(f"error: {BAD_INPUT[command]}")
 
 
+def test_a_batch_that_ranks_cannot_share_is_refused_before_they_start(monkeypatch, capsys):
+    monkeypatch.setattr("torchref.cli.train_program.launch", lambda *args, **options: pytest.fail("ranks start"))
+    assert main(["train", "--processes=2", "--batch-size=3"]) == 2
+    assert "batch_size (=3) must be divisible" in capsys.readouterr().err
+
+
 def run_on_rank(folder, port, options):
     """Trains as a process of a job whose processes are those of the pool; gives the reports, and what was said."""
     SIZES["small_bytes"] = SMALL
