@@ -145,7 +145,7 @@ class Trainer:
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
     _fitting: dict[Any, Programs] = field(default_factory=dict, init=False)  # by states that have been checked
-    _steps: dict[Any, Any] = field(default_factory=dict, init=False)  # compiled, by shapes of state and batch
+    _steps: dict[Any, Any] = field(default_factory=dict, init=False)  # compiled, by types of state and batch
     _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
 
     def __post_init__(self) -> None:
@@ -287,11 +287,13 @@ class Trainer:
         self._check_devices("step", "compile")
         check_state(state)
         batch = host_arrays(batch)
-        key = signature(state, batch)
+        leaves, structure = jax.tree.flatten(state)
+        key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
-            if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state.opt_state)):
-                # Python's numbers become arrays, such as a learning rate that the user has set.
-                return self.step(state._replace(opt_state=jax.tree.map(jnp.asarray, state.opt_state)), batch)
+            if not all(hasattr(leaf, "aval") for leaf in leaves):
+                # Others than JAX's become arrays, such as a learning rate that the user has set.
+                arrays = [leaf if hasattr(leaf, "aval") else jnp.asarray(leaf) for leaf in leaves]
+                return self.step(jax.tree.unflatten(structure, arrays), batch)
             model = self._model(state)
             self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model.step(state, self._place(batch))

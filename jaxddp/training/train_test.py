@@ -70,8 +70,8 @@ def test_a_step_after_the_first_does_little_in_python():
         trainer.step(state, batch)
     finally:
         sys.setprofile(None)
-    # Two are a leaf's shape and dtype; with a walk over the leaves for each check there were eight.
-    assert count < 4 * 200
+    # One is the hash of a leaf's type; with a walk over the leaves for each check there were eight.
+    assert count < 2 * 200
 
 
 def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():

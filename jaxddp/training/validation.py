@@ -46,9 +46,11 @@ def check_state(state: TrainState) -> None:
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
         )
     leaves = jax.tree.leaves(state)
-    if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
+    kinds = {*map(type, leaves)}
+    if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
         raise ValueError("state must be of arrays: call a trainer outside of jax.jit, jax.lax.scan and the like")
-    gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
+    arrays = [kind for kind in kinds if hasattr(kind, "is_deleted")]
+    gone = [type(leaf) in arrays and leaf.is_deleted() for leaf in leaves]
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
