@@ -44,8 +44,8 @@ def test_on_gpus_what_fills_them_is_trained(monkeypatch):
     assert "TF32" in module.in_words(setup) and "true float32" in module.in_words(replace(setup, dtype="f32"))
 
 
-def test_on_one_gpu_of_80_gb_the_frameworks_take_its_memory_one_after_the_other(monkeypatch):
-    with_gpus(monkeypatch, 1)
+def test_frameworks_that_do_not_fit_into_a_gpu_together_take_it_one_after_the_other(monkeypatch):
+    with_gpus(monkeypatch, 2)
     cases = strategies.strategies_cases(options())
     assert [case.name for case in cases] == ["torchref", "jaxddp"]
     setup = cases[0].setup[0]
@@ -55,13 +55,20 @@ def test_on_one_gpu_of_80_gb_the_frameworks_take_its_memory_one_after_the_other(
     rest = module.temporary_bytes(setup) + 1.5 * 2**30
     assert needed_bytes(setup, ("jaxddp",)) == 3 * 16 * params + rest
     assert needed_bytes(setup, ("torchref",)) == 4 * 20 * params + rest  # gradients stay until the next step
-    monkeypatch.setattr(Ranks, "run", lambda self, *arguments, **options: [{}])
-    assert [row["notes"] for row in strategies.measure_steps(cases[0], print)] == [[strategies.ONE_RANK]]
     assert 2.0 < module.temporary_bytes(setup) / 2**30 < 4.0  # 2378 MiB as compiled
     # JAX takes three quarters of a card.
-    with_gpus(monkeypatch, 1, free_gib=44)
+    with_gpus(monkeypatch, 2, free_gib=44)
     with pytest.raises(ValueError, match=r"16 training runs of jaxddp .* 33\.0 are free"):
         strategies.strategies_cases(options(strategies=[*OURS, "jit"]))
+
+
+def test_one_gpu_takes_no_step_without_communication_since_none_has_any(monkeypatch):
+    with_gpus(monkeypatch, 1)
+    (case,) = strategies.strategies_cases(options())
+    setup = case.setup[0]
+    assert (case.name, setup.num_runs("jaxddp"), setup.num_runs("torchref")) == ("jaxddp and torchref", 9, 12)
+    monkeypatch.setattr(Ranks, "run", lambda self, *arguments, **options: [{}])
+    assert [row["notes"] for row in strategies.measure_steps(case, print)] == [[strategies.ONE_RANK]]
 
 
 def step(framework, label, ms, **more):
