@@ -196,7 +196,7 @@ class Trainer:
         """Number of ranks."""
         return self.ranks.num_ranks
 
-    @cached_property
+    @property
     def batch_sharding(self) -> NamedSharding:
         """How the arrays of a batch lie over the ranks: split along dimension 0."""
         return NamedSharding(self.mesh, P(self.ranks.axis))
@@ -296,11 +296,12 @@ class Trainer:
                 return self.step(jax.tree.unflatten(structure, arrays), batch)
             model = self._model(state)
             self._agree(model, batch, self.num_microbatches, state)
-            self._steps[key] = model.step(state, self._place(batch))
-        batch = self._place(batch)
+            self._steps[key] = model, model.step(state, self._place(model, batch))
+        model, program = self._steps[key]
+        batch = self._place(model, batch)
         with self._watched(is_call=False) as results:
-            result = self._steps[key](state, batch)
-            if platform_of(self.mesh) == "cpu":
+            result = program(state, batch)
+            if model.platform == "cpu":
                 # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
                 jax.block_until_ready(result)
             results.append(result[1]["loss"])
@@ -359,7 +360,7 @@ class Trainer:
         batch = host_arrays(batch)
         with self._watched():  # processes may compare their batches
             self._agree(model, batch, 1)
-        batch = self._place(batch)
+        batch = self._place(model, batch)
         program = model.evaluate(state, batch, measure)
         with self._watched() as results:
             result = program(state, batch)
@@ -674,17 +675,16 @@ class Trainer:
             if key not in self._agreed:
                 check_alike(self._describe_batch(model, held, num_microbatches, state), BATCH_S)
                 self._agreed.add(key)
-            batch = self._place(batch)
+            batch = self._place(model, batch)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
 
-    def _place(self, batch: Any) -> Any:
+    def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
-        sharding = self.batch_sharding
         if jax.process_count() > 1:
-            make = partial(jax.make_array_from_process_local_data, sharding)
+            make = partial(jax.make_array_from_process_local_data, model.batch_sharding)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
         try:
-            return jax.device_put(batch, sharding)
+            return jax.device_put(batch, model.batch_sharding)
         except TypeError as error:  # text and objects
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 
