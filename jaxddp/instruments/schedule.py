@@ -73,7 +73,7 @@ class Operation:
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
     waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
-    body: tuple[Operation, ...] = ()  # operations of a loop or call that communicates
+    body: tuple[Operation, ...] = ()  # operations of a loop or call
     trips: int = 1  # number of iterations of the body
     is_loop: bool = False  # whether the body is a loop's
     op_name: str = ""
@@ -81,6 +81,7 @@ class Operation:
 
     def __post_init__(self) -> None:  # its work plus that of its body, over all trips
         self.total_work: Work = self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
+        self.communicates: bool = self.starts is not None or any(inner.communicates for inner in self.body)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,7 @@ class _Reader:
     def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        is_body = opcode in ("while", "call")
-        if is_body and any(_kind(one) or one.opcode in ("send", "recv") for one in instruction.within()):
+        if opcode in ("while", "call"):
             trips = self.counter.trips(instruction, "its collectives are")
             body = sum(map(self.read, instruction.called), ())
             return make(body=body, trips=trips, is_loop=opcode == "while")
@@ -347,5 +347,5 @@ def _full_bytes(collective: Instruction) -> int:
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
     for operation in operations:
         yield operation
-        for _ in range(operation.trips if operation.body else 0):
+        for _ in range(operation.trips if operation.communicates else 0):
             yield from _walk(operation.body)

@@ -63,6 +63,12 @@ def device_seconds(work: Work, chip: Chip) -> float:
     return max(arithmetic + vector, work.num_bytes / memory_rate(chip)) + work.num_kernels * kernel_s(chip)
 
 
+def operation_seconds(operation: Operation, chip: Chip) -> float:
+    """Seconds of an operation or, of a loop, of one after the other in its rounds."""
+    inner_s = sum(operation_seconds(inner, chip) for inner in operation.body)
+    return device_seconds(operation.work, chip) + operation.trips * inner_s
+
+
 def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
     """The dtype in which a chip multiplies, and in how many products: float32 by default in TF32, or in bfloat16."""
     if kind.dtype == "f32":
@@ -89,11 +95,11 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
         nonlocal now, compute_s, network_free_s
         end_s: dict[str, float] = {}
         for one in operations:
-            for _ in range(one.trips if one.body else 0):
+            for _ in range(one.trips if one.body and one.communicates else 0):
                 run(one.body)
-            if seconds := device_seconds(one.work, chip):
+            if seconds := device_seconds(one.work, chip) if one.communicates else operation_seconds(one, chip):
                 start, now, compute_s = now, now + seconds, compute_s + seconds
-                num_bytes = int(one.work.num_bytes)
+                num_bytes = int(one.total_work.num_bytes)
                 spans.append(Span(one.name, "compute", one.phase, start, now, num_bytes, one.op_name))
             if sent := one.starts:
                 start = max(now, network_free_s)
@@ -124,7 +130,7 @@ class Bound:
 
 def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: float, num_devices: int) -> Bound:
     """Computes the bound from ``alone``, the step without communication, and the bytes of all gradients."""
-    seconds = {op.name: device_seconds(op.total_work, chip) for op in alone.operations}
+    seconds = {op.name: operation_seconds(op, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
     all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0
     return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce)

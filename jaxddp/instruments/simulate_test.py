@@ -66,12 +66,16 @@ def random_program(rng, depth=0):
 
 
 def unrolled(operations, latency_s, ids):
-    """Instructions of one step, with loops written out: compute, start and wait, each collective with its number."""
+    """Instructions of one step, with loops written out: compute, start and wait, each collective with its number.
+
+    A loop without collectives is one computation.
+    """
     names = {}
     for op in operations:
-        for _ in range(op.trips if op.body else 0):
-            yield from unrolled(op.body, latency_s, ids)
-        yield "compute", op.name, int(op.work.num_bytes)
+        inner = [one for _ in range(op.trips if op.body else 0) for one in unrolled(op.body, latency_s, ids)]
+        yield from inner if op.communicates else ()
+        seconds = 0 if op.communicates else sum(value for _, _, value in inner)
+        yield "compute", op.name, seconds + int(op.work.num_bytes)
         if op.starts:
             names[op.name] = next(ids)
             alone, half = len(op.starts.group) == 1, op.starts.kind == "all-gather"
@@ -154,6 +158,16 @@ def test_an_operation_takes_as_long_as_its_flops_or_its_bytes():
     assert device_seconds(Work(half_a_second, vector_flops=66.9e12 / 4), h100) == 0.75
     assert device_seconds(Work(vector_flops=1e15, num_bytes=2.765e12), v5p) == 1  # its vector units are not published
     assert device_seconds(Work(), h100) == 0
+
+
+def test_what_a_loop_computes_is_done_one_after_the_other():
+    """A second for FLOPs and a second for bytes are two in each round, not one as if they were at once."""
+    product = Operation("product", "backward", Work({MatmulKind("bf16", "default"): 989.4e12}))
+    moved = Operation("moved", "backward", Work(num_bytes=3.35e12))
+    loop = Operation("loop", "backward", body=(product, moved), trips=3)
+    step = simulate(Schedule((loop,), 1), CHIPS["h100"], SLOW)
+    assert step.step_s == step.compute_s == 6 and len(step.spans) == 1
+    assert lower_bound(Schedule((loop,), 1), CHIPS["h100"], SLOW, 0, 1).compute_s == 6
 
 
 SLOW = Network(gb_per_s=1e-9, latency_us=5e5)
