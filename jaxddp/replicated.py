@@ -17,10 +17,9 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from .communication.buckets import BucketPlan, TensorSpec
-from .communication.buffers import pack, pack_small, unpack
 from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
-from .communication.reduction import Means, Wire, reduce_buckets, sends_uncopied
+from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
 from .strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax
 from .tree import like, named_leaves, path_name, split

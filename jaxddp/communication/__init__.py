@@ -4,7 +4,6 @@ collectives.py      all-reduce, reduce-scatter, all-gather and the others, one c
 ring.py             the ring algorithms, built from sends to a neighbour
 gloo.py             collectives of shards for processes on CPUs, where XLA's may give wrong sums, or are slow
 buckets.py          plans the buckets; needs no framework, torchref uses it too
-buffers.py          a bucket's tensors packed into one buffer
 sharding.py         how tensors are cut into shards; a bucket's chunks packed into one buffer
 hooks.py            how a bucket is summed instead of by an all-reduce: in bfloat16 or float16
 reduction.py        carries out a bucket plan: pack, sum over ranks, divide, in an order that XLA keeps

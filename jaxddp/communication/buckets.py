@@ -1,12 +1,11 @@
-"""Bucket plans: which gradients are reduced together, and in which order. Both packages use this file.
+"""Which gradients are reduced together, in which order, and who owns whole parameters. Both packages use this file.
 
 A plan is made from names, shapes and dtypes alone, before any array exists. Tensors come in the order in which the
 backward finishes their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
 
-Where gradients or parameters are sharded over N ranks, each tensor of n elements is padded to N chunks of ceil(n / N).
-
 References:
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (section 4.2).
+    Graham, Bounds on Multiprocessing Timing Anomalies, SIAM Journal on Applied Mathematics 1969 (``assign_owners``).
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ Rule = Literal["before", "torch"]
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one tensor.
-
-    Example:
-        >>> TensorSpec("layers.0.kernel", (256, 1024), "float32").num_bytes
-        1048576
-    """
+    """Name, shape and dtype of one tensor, such as ``TensorSpec("layers.0.kernel", (256, 1024), "float32")``."""
 
     name: str
     shape: tuple[int, ...]
@@ -190,11 +184,7 @@ def plan_all_reduces(
 
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
-    """Plans one bucket per tensor; ``tensors`` in the order in which their gradients become ready.
-
-    Raises:
-        ValueError: If a name occurs twice.
-    """
+    """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
     return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
 
 
@@ -213,10 +203,7 @@ def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Computes the bytes per element of a dtype from its name.
-
-    Raises:
-        ValueError: If the name holds no width.
+    """Bytes per element of a dtype, from its name, which must hold a width.
 
     Example:
         >>> dtype_bytes("bfloat16"), dtype_bytes("float8_e4m3fn"), dtype_bytes("bool")
@@ -231,12 +218,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Computes the elements of one rank's chunk of a tensor, padding included: ceil(n / N).
-
-    Example:
-        >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
-        (3, 1, 0)
-    """
+    """Elements of one rank's chunk of a tensor of n, which is padded to N chunks of ceil(n / N)."""
     return -(-num_elements // num_ranks)
 
 
@@ -266,8 +248,31 @@ def tpu_width(width: int) -> int:
 
 
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:
-    """Computes the length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
+    """Length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
     return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
+
+
+def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, ...]]) -> list[int]:
+    """Assigns whole parameters to ranks: the largest first, each to the rank that has least so far.
+
+    The fullest rank then has at most 1/N of everything plus the largest parameter.
+
+    Args:
+        costs: Of each parameter, such as its bytes. Of several numbers the first is balanced; the others decide ties.
+        loads: What each rank has already, in the same numbers.
+
+    Returns:
+        The rank of each parameter.
+
+    Example:
+        >>> assign_owners([(3,), (5,), (4,), (2,)], [(0,), (0,)])
+        [1, 0, 1, 0]
+    """
+    totals, owners = list(loads), [0] * len(costs)
+    for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal ones keep their order
+        owner = owners[place] = min(range(len(totals)), key=totals.__getitem__)
+        totals[owner] = tuple(map(sum, zip(totals[owner], costs[place], strict=True)))
+    return owners
 
 
 def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:

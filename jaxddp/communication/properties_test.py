@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jaxddp
-from jaxddp.communication import buffers, sharding
+from jaxddp.communication import reduction, sharding
 from jaxddp.communication.buckets import MIB, TensorSpec, bucket_width, plan_buckets, plan_per_tensor
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -93,13 +93,13 @@ def test_a_plan_holds_every_tensor_once_within_the_caps(tensors, bucket_mb, rule
 @given(tensors_of(), CAPS, RULES)
 def test_packed_tensors_come_back(tensors, bucket_mb, rule):
     values, found = values_of(tensors), {}
-    with numpy_for(buffers):
+    with numpy_for(reduction):
         for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
-            packed = buffers.pack(bucket, values)
+            packed = reduction.pack(bucket, values)
             assert packed.dtype == bucket.dtype
             end_to_end = np.concatenate([values[tensor.name].ravel() for tensor in bucket.tensors])
             np.testing.assert_array_equal(np.ravel(packed), end_to_end)
-            found |= buffers.unpack(bucket, packed)
+            found |= reduction.unpack(bucket, packed)
     assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
 
 

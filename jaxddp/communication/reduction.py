@@ -1,6 +1,7 @@
 """Carries out a bucket plan: gradients are packed into buffers, summed over ranks, and divided.
 
-    buffer[k] = pack(gradients of bucket k)       as soon as its last gradient is ready
+    buffer[k] = pack(gradients of bucket k)       as soon as its last gradient is ready; one tensor is not copied,
+                                                  nor are large ones on GPUs, where one all-reduce takes several arrays
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
@@ -27,10 +28,51 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..scopes import SYNC_SCOPE
-from .buckets import Bucket, BucketPlan
+from .buckets import MIB, Bucket, BucketPlan, TensorSpec
 from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
+# Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
+LARGE_BYTES = MIB
+MAX_JOINED = 256  # XLA's limit
+
+
+def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
+    """Concatenates the tensors of a bucket to ``[elements]``; a bucket of one gives that tensor, uncopied."""
+    if len(bucket.tensors) == 1:
+        return tensors[bucket.tensors[0].name]
+    return jnp.concatenate([tensors[tensor.name].reshape(-1) for tensor in bucket.tensors])
+
+
+def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket, by name."""
+    if isinstance(buffer, tuple):
+        large, small = _by_size(bucket)
+        tensors = {tensor.name: part for tensor, part in zip(large, buffer, strict=False)}
+        return tensors | unpack(small, buffer[-1]) if small.tensors else tensors
+    if len(bucket.tensors) == 1:
+        return {bucket.tensors[0].name: buffer}
+    tensors, offset = {}, 0
+    for tensor in bucket.tensors:
+        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
+        offset += tensor.num_elements
+    return tensors
+
+
+def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
+    """Gives the large tensors of a bucket as they are, in its order, and after them a buffer of all small ones.
+
+    One all-reduce takes at most ``MAX_JOINED`` arrays; if there are more, all are packed.
+    """
+    large, small = _by_size(bucket)
+    if len(large) + bool(small.tensors) > MAX_JOINED:
+        return pack(bucket, tensors)
+    return (*(tensors[tensor.name] for tensor in large), *((pack(small, tensors),) if small.tensors else ()))
+
+
+def _by_size(bucket: Bucket) -> tuple[list[TensorSpec], Bucket]:
+    large = [tensor for tensor in bucket.tensors if tensor.num_bytes >= LARGE_BYTES]
+    return large, Bucket(tuple(tensor for tensor in bucket.tensors if tensor.num_bytes < LARGE_BYTES))
 
 
 def sends_uncopied(plan: BucketPlan) -> bool:

@@ -27,7 +27,7 @@ The optimizer is traced once, for all parameters, so masks, labels and noise are
 part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
 several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
 learning rates, and the arrays of one element that Adafactor has for state it does not need. Owners balance the bytes of
-optimizer state, the largest parameter first (``communication/owners.py``).
+optimizer state, the largest parameter first.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
@@ -51,9 +51,8 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.buckets import Bucket, TensorSpec
+from ..communication.buckets import Bucket, TensorSpec, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
-from ..communication.owners import assign_owners
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..interpreter import TRANSPARENT, called_program, interpret
 from ..layout import Leaf, cut_leaves
