@@ -7,18 +7,15 @@ buckets would wait for gradients from both ends of the model.
 from __future__ import annotations
 
 import math
-import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
-from ..interpreter import TRANSPARENT
+from ..interpreter import TRANSPARENT, checksum, equations_in, interpret
 from ..strategy import Strategy
 from ..tree import named_leaves, tensor_specs
 from .buckets import BucketPlan, TensorSpec, plan_buckets
@@ -129,28 +126,14 @@ def trace_gradients(
 
 
 def describe_results(trace: GradientTrace) -> str:
-    """Describes what processes must agree on in a backward pass, beside the plan, which does not see it.
+    """Describes what processes must agree on in a backward pass of one rank, beside the plan, which does not see it.
 
     Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
     where processes compute it from constants of their own.
-
-    Args:
-        trace: Of one rank, with its metrics.
-
-    Returns:
-        A checksum of the shapes of the results, and of the program of the constant gradients.
     """
     shapes = list(map(str, trace.program.out_avals))
     is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
-    gradients, _ = partial_eval.dce_jaxpr(trace.program.jaxpr, is_constant)
-    read = {str(atom) for equation in gradients.eqns for atom in equation.invars}
-    held = [pair for pair in zip(gradients.constvars, trace.program.consts, strict=True) if str(pair[0]) in read]
-    text = f"{shapes} {gradients.replace(constvars=[var for var, _ in held])}"
-    checksum = zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
-    for _, value in held:
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        checksum = zlib.crc32(np.asarray(jax.random.key_data(value) if is_key else value).tobytes(), checksum)
-    return f"checksum {checksum:08x}"
+    return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
@@ -165,32 +148,21 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
         input, nor on the rank, the device or the host.
     """
     clock = 0.0
-    ready: dict[Any, float | None] = {}
 
-    def time_of(atom: Any) -> float | None:
-        return None if isinstance(atom, core.Literal) else ready.get(atom)  # the program's constants are not in it
-
-    def run(jaxpr: Any, inputs: Sequence[float | None]) -> list[float | None]:
+    def rule(equation: Any, times: list[float | None]) -> list[float | None]:
         nonlocal clock
-        ready.update(zip(jaxpr.invars, inputs, strict=True))
-        for equation in jaxpr.eqns:
-            times = list(map(time_of, equation.invars))
-            inner = list(core.jaxprs_in_params(equation.params)) if equation.primitive.name in TRANSPARENT else []
-            if len(inner) == 1 and len(inner[0].invars) == len(times):
-                times = run(inner[0], times)
-            else:
-                is_constant = set(times) <= {None} and not _may_differ_by_rank(equation)
-                # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
-                if equation.primitive.name != "convert_element_type" or is_constant:
-                    clock += cost(equation) if cost else 1
-                    times = [None if is_constant else clock] * len(equation.outvars)
-            ready.update(zip(equation.outvars, times, strict=True))
-        return list(map(time_of, jaxpr.outvars))
+        is_constant = {*times} <= {None} and not _may_differ_by_rank(equation)
+        # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
+        if equation.primitive.name == "convert_element_type" and not is_constant:
+            return times
+        clock += cost(equation) if cost else 1
+        return [None if is_constant else clock] * len(equation.outvars)
 
-    # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
-    consts = zip(program.jaxpr.constvars, program.consts, strict=True)
-    ready.update({var: 0.0 for var, const in consts if isinstance(const, jax.core.Tracer)})
-    return run(program.jaxpr, [0.0] * len(program.jaxpr.invars))
+    def constant(value: Any, _: Any) -> float | None:
+        # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
+        return 0.0 if isinstance(value, jax.core.Tracer) else None
+
+    return interpret(program, [0.0] * len(program.in_avals), rule, constant, TRANSPARENT)
 
 
 def matmul_flops(equation: Any) -> float:
@@ -200,7 +172,7 @@ def matmul_flops(equation: Any) -> float:
         length = math.prod(equation.invars[0].aval.shape[dim] for dim in contracting)
         return 2.0 * equation.outvars[0].aval.size * length
     trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-    return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
+    return trips * sum(map(matmul_flops, equations_in(equation)))
 
 
 def _may_differ_by_rank(equation: Any) -> bool:
@@ -208,4 +180,4 @@ def _may_differ_by_rank(equation: Any) -> bool:
     # Reading the rank, io_callback and all collectives but ppermute are effects, which loops and branches inherit.
     if equation.effects or "axis_name" in equation.params or equation.primitive.name in _OWN_VALUES:
         return True
-    return any(_may_differ_by_rank(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
+    return any(map(_may_differ_by_rank, equations_in(equation)))

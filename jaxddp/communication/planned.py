@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ..interpreter import CHECKPOINT, TRANSPARENT
+from ..interpreter import CHECKPOINT, TRANSPARENT, called_program, closed, interpret
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
@@ -72,18 +72,7 @@ class TracedCollectives(NamedTuple):
 def planned_collectives(
     strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
-    """Lists what a plan communicates in one step.
-
-    Args:
-        strategy: The plan's strategy.
-        plan: The plan.
-        num_ranks: Number of ranks; one rank communicates nothing.
-        platform: What it is compiled for.
-        num_microbatches: Parts of each rank's batch.
-
-    Returns:
-        ``(kind, bytes of the full buffer on the wire)`` in launch order.
-    """
+    """Lists ``(kind, bytes of the full buffer on the wire)`` of what a plan communicates in one step over one axis."""
     ranks = Ranks("data", num_ranks, num_ranks)
     return [(one.kind, one.num_bytes) for one in planned_along(strategy, plan, ranks, platform, num_microbatches)]
 
@@ -91,7 +80,15 @@ def planned_collectives(
 def planned_along(
     strategy: Strategy, plan: BucketPlan, ranks: Ranks, platform: str, num_microbatches: int
 ) -> list[Planned]:
-    """Lists what a plan communicates in one step, and along which mesh axes; arguments as ``planned_collectives``."""
+    """Lists what a plan communicates in one step, in launch order.
+
+    Args:
+        strategy: The plan's strategy.
+        plan: The plan.
+        ranks: The ranks; one rank communicates nothing.
+        platform: What it is compiled for.
+        num_microbatches: Parts of each rank's batch.
+    """
     if ranks.num_ranks == 1 or not strategy.sends:
         return []
     shards, replicas, num_shards = (ranks.shard_axis,), ranks.replica_axes, ranks.num_shards
@@ -127,20 +124,10 @@ def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: s
 
 
 def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, platform: str) -> tuple[str, int]:
-    """Says what a reduce-scatter, an all-gather or an all-to-all compiles to.
-
-    Args:
-        kind: Which of them.
-        num_elements: Of the full buffer.
-        dtype: Of the buffer.
-        num_ranks: Number of ranks that exchange.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-        ``(kind, bytes on the wire)``.
+    """What a reduce-scatter, an all-gather or an all-to-all of a full buffer compiles to: its kind and bytes.
 
     Example:
-        >>> planned_exchange("reduce-scatter", 8, "float32", 2, "gpu")
+        >>> planned_exchange("reduce-scatter", 8, "float32", num_ranks=2, platform="gpu")
         ('reduce-scatter', 32)
     """
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
@@ -159,79 +146,59 @@ def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: boo
         platform: What it is compiled for.
         of_loss: Instead those that the loss function calls itself, as BatchNorm does over an axis.
     """
-    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
     found = TracedCollectives([], [])
-    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss, is_sync=False)
-    return found
 
-
-def _collect(
-    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool, is_sync: bool
-) -> list[int]:
-    """Adds a program's collectives to ``found``; returns what is known of its results.
-
-    A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
-    """
-    known = {**dict.fromkeys(jaxpr.constvars, _CONSTANT), **dict(zip(jaxpr.invars, inputs, strict=True))}
-
-    def of(atom: Any) -> int:
-        if isinstance(atom, core.Literal):
-            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else _CONSTANT
-        return known[atom]
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, [of(atom) for atom in equation.invars]
-        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
-        if name == "dynamic_slice" and operands[0] == _ZERO:
-            result = _ZERO  # wherever it starts
-        elif result == _ZERO and name not in _KEEP_ZERO:
-            result = _CONSTANT
-        kind = _KINDS.get(name)
-        # The names inside a call may lack those of its own scope.
-        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
-        if kind and in_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
+    def add(equation: Any, operands: list[int], times: int, is_sync: bool) -> None:
+        kind = _KINDS.get(equation.primitive.name)
+        # A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
+        if kind and is_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
             of_kind = found.once if min(operands) == _CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
-        if name in _ZERO_OF_A_ZERO and _ZERO in operands:
-            result = _ZERO
-        results = [result] * len(equation.outvars)
-        rounds = equation.params["length"] if name == "scan" else 1
-        for inner in core.jaxprs_in_params(equation.params):
-            is_call = name in _CALLS and len(inner.invars) == len(operands)
-            given = operands if is_call else [_VARIES] * len(inner.invars)
-            of_inner = _collect(inner, platform, given, found, times * rounds, of_loss, in_sync)
-            results = of_inner if is_call else results
-        known.update(zip(equation.outvars, results, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+
+    _follow(closed(needed), [_VARIES] * len(needed.invars), add)
+    return found
 
 
 def zeros(program: core.ClosedJaxpr) -> list[bool]:
-    """Finds which outputs of a traced program are zeros whatever its inputs are, as XLA does, which drops their sums.
+    """Which outputs of a traced program are known to be zeros whatever its inputs are: XLA drops their sums."""
+    found = _follow(program, [_VARIES] * len(program.in_avals), lambda *_: None)
+    return [of_output == _ZERO for of_output in found]
 
-    Args:
-        program: What ``jax.make_jaxpr`` returns.
 
-    Returns:
-        For each output whether it is known to be zeros; others may be, by an arithmetic that is not followed.
-    """
-    inputs = [_VARIES] * len(program.jaxpr.invars)
-    known = _collect(program.jaxpr, "gpu", inputs, TracedCollectives([], []), 1, of_loss=False, is_sync=False)
-    return [of_output == _ZERO for of_output in known]
+def _follow(
+    program: core.ClosedJaxpr, inputs: Sequence[int], visit: Callable[..., None], times: int = 1, is_sync: bool = False
+) -> list[int]:
+    """What is known of a program's results; visits operations with what is known of their inputs, and how often."""
+
+    def rule(equation: Any, operands: list[int]) -> list[int]:
+        name, params = equation.primitive.name, equation.params
+        # The names inside a call may lack those of its own scope.
+        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
+        visit(equation, operands, times, in_sync)
+        if name in _CALLS:
+            return _follow(called_program(equation), operands, visit, times, in_sync)
+        for inner in core.jaxprs_in_params(params):
+            rounds = params["length"] if name == "scan" else 1
+            _follow(closed(inner), [_VARIES] * len(inner.invars), visit, times * rounds, in_sync)
+        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
+        if result == _ZERO and name not in _KEEP_ZERO:
+            result = _CONSTANT
+        if name in _ZERO_OF_A_ZERO and _ZERO in operands or name == "dynamic_slice" and operands[0] == _ZERO:
+            result = _ZERO  # a slice wherever it starts
+        return [result] * len(equation.outvars)
+
+    def constant(value: Any, atom: Any) -> int:
+        return _ZERO if isinstance(atom, core.Literal) and np.ndim(value) == 0 and value == 0 else _CONSTANT
+
+    return interpret(program, inputs, rule, constant)
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
-
-    Args:
-        num_elements: Of the buffer.
-        dtype: Of the buffer.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-        Bytes.
+    """Bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
 
     Example:
         >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")

@@ -14,7 +14,7 @@ from jaxddp.communication.sharding import cut
 from jaxddp.comparison_test import mostly_full, refusal
 from jaxddp.layout import cut_leaves, whole
 from jaxddp.tree import named_leaves, path_name
-from jaxddp.zero.elementwise import check_elementwise, describe_update, shard_leaves
+from jaxddp.zero.elementwise import describe_update, shard_state
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -39,10 +39,7 @@ def cut_in_two(params):
 
 
 def check(optimizer, leaves=None):
-    leaves = cut_in_two(PARAMS) if leaves is None else leaves
-    state = shard_leaves(optimizer, leaves)
-    check_elementwise(optimizer, leaves, state)
-    return state
+    return shard_state(optimizer, cut_in_two(PARAMS) if leaves is None else leaves)
 
 
 def no_biases(params):

@@ -54,7 +54,7 @@ from ..communication import gloo
 from ..communication.buckets import Bucket, TensorSpec, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
-from ..interpreter import TRANSPARENT, called_program, interpret
+from ..interpreter import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
@@ -372,21 +372,15 @@ class _Program(NamedTuple):
 
 
 def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[_Label]]) -> list[frozenset[_Label]]:
-    def known(values: Sequence[Any]) -> list[frozenset[_Label]]:  # others are constants
-        return [value if isinstance(value, frozenset) else frozenset() for value in values]
-
-    def rule(equation: Any, values: list[Any]) -> list[frozenset[_Label]]:
-        name, given = equation.primitive.name, known(values)
-        if name == "optimization_barrier":
+    def rule(equation: Any, given: list[frozenset[_Label]]) -> list[frozenset[_Label]]:
+        if equation.primitive.name == "optimization_barrier":
             return given
-        if name in TRANSPARENT:
-            return _sources(called_program(equation), given)
-        if name == "cond":
+        if equation.primitive.name == "cond":
             branches = [_sources(branch, given[1:]) for branch in equation.params["branches"]]
             return [given[0].union(*options) for options in zip(*branches, strict=True)]
         return [frozenset().union(*given)] * len(equation.outvars)
 
-    return known(interpret(program, inputs, rule))
+    return interpret(program, inputs, rule, lambda *_: frozenset(), TRANSPARENT)
 
 
 def _of(kind: str, leaves: Mapping[str, Any]) -> dict[_Label, Any]:

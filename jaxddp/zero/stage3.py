@@ -48,7 +48,7 @@ from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
 from ..layout import Leaf, cut_leaf
 from ..replicated import all_reduce_grads, update_full
-from ..strategy import Layout, Ranks, Strategy, register
+from ..strategy import Layout, Ranks, Strategy, of_optax, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
 from .gather import Shard, gather, stacked_dims
@@ -96,8 +96,8 @@ def layout_params(
         return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
-    return Layout(ranks, updated, updated, state, on_shards, trainable=trainable)
+    state = shard_state(optimizer, split(updated, trainable)[0])
+    return Layout(ranks, updated, updated, state, of_optax(optimizer), trainable=trainable)
 
 
 def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..layout import cut_leaves
 from ..scopes import SYNC_SCOPE
-from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
+from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax, register
 from ..tree import like, named_leaves, split
 from .elementwise import shard_state
 from .owners import layout_by_owners
@@ -123,8 +123,8 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
     """Every rank has all parameters, and a shard of what the optimizer updates."""
     updated = cut_leaves(params, ranks.num_shards)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
-    return Layout(ranks, params, updated, state, on_shards, trainable=trainable)
+    state = shard_state(optimizer, split(updated, trainable)[0])
+    return Layout(ranks, params, updated, state, of_optax(optimizer), trainable=trainable)
 
 
 def reduce_scatter_grads(
