@@ -15,7 +15,7 @@ number: 0, but XLA cannot know this, and it is not available before A is.
 
 XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
 numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
-Tokens also order the units of stage 3 (``zero/ordering.py``), and make every micro-batch gather them anew.
+Tokens also order the units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
 from __future__ import annotations
