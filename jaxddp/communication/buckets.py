@@ -140,8 +140,16 @@ def plan_buckets(
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
-    for tensor in _checked(tensors):
+    names: set[str] = set()
+    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
+        if not isinstance(tensor, TensorSpec):
+            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
+        if tensor.name in names:
+            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
+        names.add(tensor.name)
         dtype, size = tensor.dtype, tensor.num_bytes
+        if not size:
+            continue
         number, held = opened.get(dtype, (0, 0))
         cap = caps[min(number, len(caps) - 1)]
         if rule == "before" and 0 < held and held + size > cap:
@@ -174,7 +182,7 @@ def plan_all_reduces(
         >>> [len(bucket.tensors) for bucket in plan_all_reduces(tensors).buckets]
         [1, 25, 50, 50, 50, 50, 50, 50, 50, 24]
     """
-    tensors = _checked(tensors)
+    tensors = list(tensors)
     if bucket_mb == "default" and rule == "before":
         share_mb = sum(tensor.num_bytes for tensor in tensors) * DEFAULT_SHARE / MIB
         bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB]
@@ -185,7 +193,7 @@ def plan_all_reduces(
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
     """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
-    return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
+    return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)
 
 
 def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
@@ -273,19 +281,6 @@ def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, .
         owner = owners[place] = min(range(len(totals)), key=totals.__getitem__)
         totals[owner] = tuple(map(sum, zip(totals[owner], costs[place], strict=True)))
     return owners
-
-
-def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Leaves out tensors without elements, and refuses a name that occurs twice."""
-    checked: dict[str, TensorSpec] = {}
-    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
-        if not isinstance(tensor, TensorSpec):
-            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
-        if tensor.name in checked:
-            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
-        if tensor.num_elements > 0:
-            checked[tensor.name] = tensor
-    return list(checked.values())
 
 
 def _caps_bytes(bucket_mb: BucketMb) -> list[float]:

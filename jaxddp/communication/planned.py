@@ -5,21 +5,19 @@ The latter are in no bucket plan: gathers and scatters of zero3's units, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ..interpreter import CHECKPOINT, TRANSPARENT, called_program, closed, interpret
-from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
 from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, tpu_width
 from .collectives import kind_of
+from .traces import CONSTANT, VARIES, ZERO, follow
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -32,15 +30,6 @@ _KINDS = {
     "pmin": "all-reduce",
     "ppermute": "collective-permute",
 }
-
-_VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
-_KEEP_ZERO = frozenset(  # zeros if all inputs are
-    "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
-    " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
-)
-_ZERO_OF_A_ZERO = ("mul", "dot_general")
-_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
-_CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
 
 
 class Planned(NamedTuple):
@@ -152,49 +141,15 @@ def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: boo
     def add(equation: Any, operands: list[int], times: int, is_sync: bool) -> None:
         kind = _KINDS.get(equation.primitive.name)
         # A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
-        if kind and is_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
+        if kind and is_sync != of_loss and min(operands, default=ZERO) != ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
-            of_kind = found.once if min(operands) == _CONSTANT else found.each
+            of_kind = found.once if min(operands) == CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
 
-    _follow(closed(needed), [_VARIES] * len(needed.invars), add)
+    follow(core.ClosedJaxpr(needed, needed.constvars), [VARIES] * len(needed.invars), add)
     return found
-
-
-def zeros(program: core.ClosedJaxpr) -> list[bool]:
-    """Which outputs of a traced program are known to be zeros whatever its inputs are: XLA drops their sums."""
-    found = _follow(program, [_VARIES] * len(program.in_avals), lambda *_: None)
-    return [of_output == _ZERO for of_output in found]
-
-
-def _follow(
-    program: core.ClosedJaxpr, inputs: Sequence[int], visit: Callable[..., None], times: int = 1, is_sync: bool = False
-) -> list[int]:
-    """What is known of a program's results; visits operations with what is known of their inputs, and how often."""
-
-    def rule(equation: Any, operands: list[int]) -> list[int]:
-        name, params = equation.primitive.name, equation.params
-        # The names inside a call may lack those of its own scope.
-        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
-        visit(equation, operands, times, in_sync)
-        if name in _CALLS:
-            return _follow(called_program(equation), operands, visit, times, in_sync)
-        for inner in core.jaxprs_in_params(params):
-            rounds = params["length"] if name == "scan" else 1
-            _follow(closed(inner), [_VARIES] * len(inner.invars), visit, times * rounds, in_sync)
-        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
-        if result == _ZERO and name not in _KEEP_ZERO:
-            result = _CONSTANT
-        if name in _ZERO_OF_A_ZERO and _ZERO in operands or name == "dynamic_slice" and operands[0] == _ZERO:
-            result = _ZERO  # a slice wherever it starts
-        return [result] * len(equation.outvars)
-
-    def constant(value: Any, atom: Any) -> int:
-        return _ZERO if isinstance(atom, core.Literal) and np.ndim(value) == 0 and value == 0 else _CONSTANT
-
-    return interpret(program, inputs, rule, constant)
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:

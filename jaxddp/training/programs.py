@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..communication.backward_order import GradientTrace, plan_trace, trace_gradients
 from ..communication.buckets import BucketPlan
 from ..communication.planned import Planned, planned_along, planned_exchange, traced_collectives
+from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
 from ..mesh import platform_of
 from ..metrics import Measure

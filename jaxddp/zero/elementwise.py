@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..interpreter import TRANSPARENT, checksum, interpret
+from ..communication.traces import TRANSPARENT, checksum, interpret
 from ..layout import Leaf
 from ..replicated import find_mirror
 from ..tree import named_leaves, path_name
@@ -88,7 +88,8 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
             raise ValueError(_REFUSAL.format(f"{what}, and is not that of the one that ends its path"))
         return Leaf(full.shape, full.dtype)
 
-    state, numbers = jax.tree.map_with_path(place, structs, on_rank), defaultdict(itertools.count().__next__)
+    state = jax.tree.map_with_path(place, structs, on_rank)
+    numbers: dict[Any, int] = defaultdict(itertools.count().__next__)
     on_whole = _outputs(optimizer, updated, state, _full, numbers)
     with _blaming_shapes():
         on_shards = _outputs(optimizer, updated, state, _shard, numbers)
@@ -167,8 +168,8 @@ def _follow(program: Any, inputs: Sequence[_Value], numbers: dict[Any, int]) -> 
                 return operands[:1]
         if name in ELEMENTWISE:
             cause = f"a parameter of another shape ({name})"
-            met = zip(operands, shapes, strict=True)
-            met = [_mixed(value, cause) if shape != out_shapes[0] else value for value, shape in met]
+            pairs = zip(operands, shapes, strict=True)
+            met = [value if shape == out_shapes[0] else _mixed(value, cause) for value, shape in pairs]
             return [combined(met, name, str(params))]
         # Unlike those of element-wise operations, these results depend on the shapes of the inputs.
         cause = f"{_CAUSES.get(name, 'elements at other places')} ({name})"

@@ -167,11 +167,6 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
     return values
 
 
-def _first_tokens() -> list[Any]:
-    # XLA would gather what two of the first three units use once, and hold it, if they waited for the same.
-    return [None, order_token((), 1.0)[1], order_token((), 2.0)[1]]
-
-
 @dataclass
 class Order:
     """What the units of a program have left for those after them.
@@ -182,7 +177,8 @@ class Order:
         of_loop: Of a loop just before, whose backward waits for its gradient.
     """
 
-    tokens: list[Any] = field(default_factory=_first_tokens)
+    # XLA would gather what two of the first three units use once, and hold it, if they waited for the same.
+    tokens: list[Any] = field(default_factory=lambda: [None, order_token((), 1.0)[1], order_token((), 2.0)[1]])
     early: Any = None
     of_loop: Any = None
 

@@ -54,7 +54,7 @@ from ..communication import gloo
 from ..communication.buckets import Bucket, TensorSpec, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
-from ..interpreter import TRANSPARENT, interpret
+from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks

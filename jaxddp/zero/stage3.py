@@ -57,7 +57,7 @@ from jax.extend import core
 from ..arguments import check_function, check_integer
 from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
-from ..interpreter import CALLS, CHECKPOINT, bind, called_program, equations_in, interpret, num_consts_and_carry
+from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
 from ..layout import Leaf, cut_leaf
 from ..replicated import all_reduce_grads, update_full
 from ..strategy import Layout, Ranks, Strategy, of_optax, register
@@ -119,7 +119,11 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
 
     def loss_of_shards(params: Any, *inputs: Any) -> Any:
         nonlocal has_warned
-        program, result = _trace_marked(loss, full, *inputs)
+        token = _is_marking.set(True)
+        try:
+            program, result = jax.make_jaxpr(loss, return_shape=True)(full, *inputs)
+        finally:
+            _is_marking.reset(token)
         held = zip(jax.tree.leaves(params), leaves.values(), dtypes, grad_dtypes, strict=True)
         values = [
             Shard(array, leaf, dtype, grad_dtype) if leaf.cut
@@ -144,7 +148,7 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
 def divide_shards(grads: Mapping[str, jax.Array], plan: Any, layout: Layout, divisor: Any, number: Any = None) -> Means:
     """The backward has summed the gradients of shards; those of small parameters are all-reduced."""
     small = {name: grad for name, grad in grads.items() if name not in layout.held}
-    means = all_reduce_grads(None, small, plan, layout, divisor, number).grads
+    means = all_reduce_grads(layout.ranks, None, small, plan, divisor, number).grads
     return Means({name: divide(grad, divisor) for name, grad in grads.items() if name in layout.held} | means)
 
 
@@ -185,15 +189,6 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(jaxddp_layer)([leaves[place] for place in places])
 
     return unit
-
-
-def _trace_marked(loss: Callable[..., Any], *args: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Traces a loss function of full parameters; gives the program and describes its result."""
-    token = _is_marking.set(True)
-    try:
-        return jax.make_jaxpr(loss, return_shape=True)(*args)
-    finally:
-        _is_marking.reset(token)
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
@@ -238,12 +233,12 @@ def _run_units(
     tie each gather to the round before. ``order``: of the units before it whose values can be used here.
     """
     order = Order() if order is None else order
-    last = next((equation for equation in reversed(program.jaxpr.eqns) if _has_unit(equation)), None)
+    last = next((equation for equation in reversed(program.jaxpr.eqns) if any(map(_is_unit, nested(equation)))), None)
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         places = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
         if not places:
-            return bind(equation, inputs)
+            return bind(program.jaxpr, equation, inputs)
         if _takes_rows(equation):
             return [_rows(equation, inputs)]
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
@@ -377,7 +372,3 @@ def _takes_rows(equation: Any) -> bool:
 
 def _is_unit(equation: Any) -> bool:
     return equation.primitive.name == "jit" and equation.params["name"] == "jaxddp_layer"
-
-
-def _has_unit(equation: Any) -> bool:
-    return _is_unit(equation) or any(map(_has_unit, equations_in(equation)))

@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxddp.communication.backward_order import finishing_times, matmul_flops
-from jaxddp.communication.planned import zeros
+from jaxddp.communication.traces import finishing_times, matmul_flops, zeros
 
 
 def order(loss, params, *args):

@@ -1,0 +1,312 @@
+"""Traces: a reader of jaxprs on values of any kind, and what it finds in the trace of a backward pass.
+
+The backward's trace says in which order it finishes the gradients, and which are constant. Buckets fill in this order:
+in the tree's order (Flax sorts parameters by name, dictionaries give ``l1, l10, l2``) they would wait for gradients
+from both ends of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from ..scopes import SYNC_SCOPE
+from ..strategy import Strategy
+from ..tree import named_leaves, tensor_specs
+from .buckets import BucketPlan, TensorSpec, plan_buckets
+
+CALLS = ("jit", "closed_call")  # operations that call a program
+CHECKPOINT = "remat2"  # the primitive of ``jax.checkpoint``
+# Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
+TRANSPARENT = frozenset({*CALLS, CHECKPOINT, "pjit", "shard_map", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+# Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
+_OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
+VARIES, CONSTANT, ZERO = range(3)  # what is known of a value when the program is compiled
+_KEEP_ZERO = frozenset(  # zeros if all inputs are
+    "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
+    " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
+)
+_ZERO_OF_A_ZERO = ("mul", "dot_general")
+_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
+_CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
+
+
+def interpret(
+    program: core.ClosedJaxpr,
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, atom: value,
+    entered: Collection[str] = (),
+) -> list[Any]:
+    """Runs a program of ``jax.make_jaxpr`` on values of any kind.
+
+    Args:
+        program: A ``ClosedJaxpr``.
+        args: Its inputs.
+        rule: Evaluates an operation, ``(equation, inputs) -> outputs``.
+        constant: The value of a literal or a constant, ``(array, its atom in the jaxpr)``.
+        entered: Names of the operations whose program is run by the same rule.
+    """
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.invars, args, strict=True))
+    values |= {var: constant(array, var) for var, array in zip(jaxpr.constvars, program.consts, strict=True)}
+
+    def read(atom: Any) -> Any:
+        return constant(atom.val, atom) if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = list(map(read, equation.invars))
+        if equation.primitive.name in entered:
+            outputs: Sequence[Any] = interpret(called_program(equation), inputs, rule, constant, entered)
+        else:
+            outputs = rule(equation, inputs)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def bind(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an operation of a jaxpr on arrays, as JAX would."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
+    alone = {"invars": [*known], "outvars": equation.outvars, "eqns": [equation], "effects": equation.effects}
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(constvars=[], **alone), ()))(*known.values())
+
+
+def called_program(equation: Any) -> core.ClosedJaxpr:
+    """The program that a call, a checkpoint or a scan runs."""
+    program = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
+    return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
+
+
+def nested(equation: Any) -> Iterator[Any]:
+    """An operation, and those of the programs in it: of a call, a loop's round, a branch."""
+    yield equation
+    for jaxpr in core.jaxprs_in_params(equation.params):
+        for inner in jaxpr.eqns:
+            yield from nested(inner)
+
+
+def num_consts_and_carry(scan: Any) -> tuple[int, int]:
+    """Numbers of a scan's constants and carries, its first inputs."""
+    params = scan.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(consts), len(carry)
+
+
+def checksum(program: core.ClosedJaxpr, is_wanted: Sequence[bool]) -> int:
+    """A number that tells programs apart by what they compute for some of their outputs, constants included."""
+    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
+    numbers: dict[Any, int] = defaultdict(itertools.count().__next__)  # equal expressions have equal numbers
+
+    def constant(value: Any, atom: Any) -> int:
+        is_key = jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+        data = np.asarray(jax.random.key_data(value)) if is_key else np.asarray(value, atom.aval.dtype)
+        return numbers[str(atom.aval), data.tobytes()]
+
+    def rule(equation: Any, inputs: list[int]) -> list[int]:
+        operation = equation.primitive.name, str(equation.params), *inputs
+        return [numbers[*operation, place] for place in range(len(equation.outvars))]
+
+    inputs = [numbers["input", place] for place in itertools.compress(itertools.count(), is_used)]
+    found = interpret(core.ClosedJaxpr(jaxpr, program.consts), inputs, rule, constant, TRANSPARENT)
+    text = re.sub(r"0x[0-9a-f]+", "", f"{[*numbers]} {found}")  # functions are printed with their addresses
+    return zlib.crc32(text.encode())
+
+
+def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
+    """Plans the communication of the gradients of a traced backward pass.
+
+    Args:
+        strategy: How gradients are communicated.
+        trace: Of the backward pass on one rank.
+        param_dtypes: In which updated parameters are gathered, by name; None: those of their gradients.
+
+    Returns:
+        The plan.
+    """
+    # Only what depends on an input is planned: XLA drops the reduction of a constant.
+    plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
+    if plan.kind == "all-reduce":
+        return plan
+    # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
+    buckets = plan.buckets + plan_buckets(trace.constants, None).buckets
+    if param_dtypes is not None:
+        of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
+        buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
+    return replace(plan, gathers=buckets)
+
+
+class GradientTrace(NamedTuple):
+    """A traced backward pass.
+
+    Attributes:
+        tensors: The gradients that depend on an input, in the order in which they become ready.
+        constants: The others, such as the zeros of an unused parameter.
+        program: The trace.
+        outputs: Index of each of ``tensors`` among the trace's outputs.
+        constant_outputs: Those of ``constants``.
+        result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    constants: tuple[TensorSpec, ...]
+    program: core.ClosedJaxpr
+    outputs: tuple[int, ...]
+    constant_outputs: tuple[int, ...]
+    result: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes what was traced, of arguments like those that it was traced with."""
+        found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result), found)
+
+    @property
+    def flops_before(self) -> tuple[float, ...]:
+        """Share of the trace's matrix products done before each of the tensors is ready."""
+        times = finishing_times(self.program, matmul_flops)
+        flops = [times[output] or 0.0 for output in self.outputs]
+        total = max(flops, default=0.0) or 1.0
+        return tuple(each / total for each in flops)
+
+    def with_constants_sent(self) -> GradientTrace:
+        """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
+        are_zeros = zeros(self.program)
+        pairs = list(zip(self.constant_outputs, self.constants, strict=True))
+        sent = [pair for pair in pairs if pair[1].num_elements and not are_zeros[pair[0]]]
+        kept = [pair for pair in pairs if pair not in sent]
+        return self._replace(
+            tensors=(*(tensor for _, tensor in sent), *self.tensors),
+            outputs=(*(output for output, _ in sent), *self.outputs),
+            constants=tuple(tensor for _, tensor in kept),
+            constant_outputs=tuple(output for output, _ in kept),
+        )
+
+
+def trace_gradients(
+    grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
+) -> GradientTrace:
+    """Traces the computation of gradients.
+
+    Args:
+        grad_fn: As for ``plan_gradients``.
+        *args: Its arguments on one rank.
+        has_aux: Whether it returns the gradients and something else.
+        reduced: Names of gradients that the backward itself reduces; they are left out.
+
+    Returns:
+        The order of the gradients.
+    """
+    program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
+    # By index among the trace's outputs, of which gradients come first.
+    ready: dict[int, float] = {}
+    constants: dict[int, TensorSpec] = {}
+    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
+        if spec.name in reduced:
+            continue
+        if time is None or spec.num_elements == 0:
+            constants[output] = spec
+        else:
+            ready[output] = time
+    outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
+    tensors = tuple(map(specs.__getitem__, outputs))
+    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants), result)
+
+
+def describe_results(trace: GradientTrace) -> str:
+    """Describes what processes must agree on in a backward pass of one rank, beside the plan, which does not see it.
+
+    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
+    where processes compute it from constants of their own.
+    """
+    shapes = list(map(str, trace.program.out_avals))
+    is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
+    return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
+
+
+def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
+    """Finds when each output of a traced program is ready.
+
+    Args:
+        program: What ``jax.make_jaxpr`` returns.
+        cost: Duration of an operation; 1 for each if None.
+
+    Returns:
+        For each output the end of the operation that computes it; None if it is constant, because it depends on no
+        input, nor on the rank, the device or the host.
+    """
+    clock = 0.0
+
+    def rule(equation: Any, times: list[float | None]) -> list[float | None]:
+        nonlocal clock
+        # Reading the rank, io_callback and all collectives but ppermute are effects, which loops and branches inherit.
+        is_constant = {*times} <= {None} and not any(
+            one.effects or "axis_name" in one.params or one.primitive.name in _OWN_VALUES for one in nested(equation)
+        )
+        # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
+        if equation.primitive.name == "convert_element_type" and not is_constant:
+            return times
+        clock += cost(equation) if cost else 1
+        return [None if is_constant else clock] * len(equation.outvars)
+
+    # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
+    known = {True: 0.0, False: None}
+    inputs: list[float | None] = [0.0] * len(program.in_avals)
+    return interpret(program, inputs, rule, lambda value, _: known[isinstance(value, jax.core.Tracer)], TRANSPARENT)
+
+
+def matmul_flops(equation: Any) -> float:
+    """FLOPs of the matrix products of one traced operation, those of a loop times its length."""
+    if equation.primitive.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        length = math.prod(equation.invars[0].aval.shape[dim] for dim in contracting)
+        return 2.0 * equation.outvars[0].aval.size * length
+    trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+    return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
+
+
+def zeros(program: core.ClosedJaxpr) -> list[bool]:
+    """Which outputs of a traced program are known to be zeros whatever its inputs are: XLA drops their sums."""
+    found = follow(program, [VARIES] * len(program.in_avals), lambda *_: None)
+    return [of_output == ZERO for of_output in found]
+
+
+def follow(
+    program: core.ClosedJaxpr, inputs: Sequence[int], visit: Callable[..., None], times: int = 1, is_sync: bool = False
+) -> list[int]:
+    """What is known of a program's results; visits operations with what is known of their inputs, and how often."""
+
+    def rule(equation: Any, operands: list[int]) -> list[int]:
+        name, params = equation.primitive.name, equation.params
+        # The names inside a call may lack those of its own scope.
+        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
+        visit(equation, operands, times, in_sync)
+        if name in _CALLS:
+            return follow(called_program(equation), operands, visit, times, in_sync)
+        for inner in core.jaxprs_in_params(params):
+            rounds, varying = params["length"] if name == "scan" else 1, [VARIES] * len(inner.invars)
+            follow(core.ClosedJaxpr(inner, inner.constvars), varying, visit, times * rounds, in_sync)
+        result = VARIES if name in _NEVER_CONSTANT else min(operands, default=CONSTANT)
+        if result == ZERO and name not in _KEEP_ZERO:
+            result = CONSTANT
+        if name in _ZERO_OF_A_ZERO and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
+            result = ZERO  # a slice wherever it starts
+        return [result] * len(equation.outvars)
+
+    def constant(value: Any, atom: Any) -> int:
+        return ZERO if isinstance(atom, core.Literal) and np.ndim(value) == 0 and value == 0 else CONSTANT
+
+    return interpret(program, inputs, rule, constant)
