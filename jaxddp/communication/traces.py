@@ -49,10 +49,10 @@ def interpret(
     constant: Callable[[Any, Any], Any] = lambda value, atom: value,
     entered: Collection[str] = (),
 ) -> list[Any]:
-    """Runs a program of ``jax.make_jaxpr`` on values of any kind.
+    """Runs a program on values of any kind.
 
     Args:
-        program: A ``ClosedJaxpr``.
+        program: From ``jax.make_jaxpr``.
         args: Its inputs.
         rule: Evaluates an operation, ``(equation, inputs) -> outputs``.
         constant: The value of a literal or a constant, ``(array, its atom in the jaxpr)``.
@@ -127,22 +127,14 @@ def checksum(program: core.ClosedJaxpr, is_wanted: Sequence[bool]) -> int:
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
-    """Plans the communication of the gradients of a traced backward pass.
-
-    Args:
-        strategy: How gradients are communicated.
-        trace: Of the backward pass on one rank.
-        param_dtypes: In which updated parameters are gathered, by name; None: those of their gradients.
-
-    Returns:
-        The plan.
-    """
+    """Plans the communication of the gradients of a traced backward pass, and of updated parameters in their dtypes."""
     # Only what depends on an input is planned: XLA drops the reduction of a constant.
-    plan = replace(strategy.plan(trace.tensors), constants=tuple(tensor.name for tensor in trace.constants))
+    constants = tuple(trace.constants.values())
+    plan = replace(strategy.plan(tuple(trace.tensors.values())), constants=tuple(one.name for one in constants))
     if plan.kind == "all-reduce":
         return plan
     # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
-    buckets = plan.buckets + plan_buckets(trace.constants, None).buckets
+    buckets = plan.buckets + plan_buckets(constants, None).buckets
     if param_dtypes is not None:
         of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
         buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
@@ -153,19 +145,16 @@ class GradientTrace(NamedTuple):
     """A traced backward pass.
 
     Attributes:
-        tensors: The gradients that depend on an input, in the order in which they become ready.
+        tensors: The gradients that depend on an input, in the order in which they become ready, by their index among
+            the trace's outputs.
         constants: The others, such as the zeros of an unused parameter.
         program: The trace.
-        outputs: Index of each of ``tensors`` among the trace's outputs.
-        constant_outputs: Those of ``constants``.
         result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    constants: tuple[TensorSpec, ...]
+    tensors: dict[int, TensorSpec]
+    constants: dict[int, TensorSpec]
     program: core.ClosedJaxpr
-    outputs: tuple[int, ...]
-    constant_outputs: tuple[int, ...]
     result: Any
 
     def __call__(self, *args: Any) -> Any:
@@ -177,53 +166,40 @@ class GradientTrace(NamedTuple):
     def flops_before(self) -> tuple[float, ...]:
         """Share of the trace's matrix products done before each of the tensors is ready."""
         times = finishing_times(self.program, matmul_flops)
-        flops = [times[output] or 0.0 for output in self.outputs]
+        flops = [times[output] or 0.0 for output in self.tensors]
         total = max(flops, default=0.0) or 1.0
         return tuple(each / total for each in flops)
 
     def with_constants_sent(self) -> GradientTrace:
         """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
         are_zeros = zeros(self.program)
-        pairs = list(zip(self.constant_outputs, self.constants, strict=True))
-        sent = [pair for pair in pairs if pair[1].num_elements and not are_zeros[pair[0]]]
-        kept = [pair for pair in pairs if pair not in sent]
-        return self._replace(
-            tensors=(*(tensor for _, tensor in sent), *self.tensors),
-            outputs=(*(output for output, _ in sent), *self.outputs),
-            constants=tuple(tensor for _, tensor in kept),
-            constant_outputs=tuple(output for output, _ in kept),
-        )
+        sent = {output: one for output, one in self.constants.items() if one.num_elements and not are_zeros[output]}
+        kept = {output: one for output, one in self.constants.items() if output not in sent}
+        return self._replace(tensors=sent | self.tensors, constants=kept)
 
 
 def trace_gradients(
     grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
 ) -> GradientTrace:
-    """Traces the computation of gradients.
+    """Traces the computation of gradients on one rank.
 
     Args:
         grad_fn: As for ``plan_gradients``.
-        *args: Its arguments on one rank.
+        *args: Its arguments.
         has_aux: Whether it returns the gradients and something else.
         reduced: Names of gradients that the backward itself reduces; they are left out.
-
-    Returns:
-        The order of the gradients.
     """
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
-    specs = list(tensor_specs(named_leaves(result[0] if has_aux else result)).values())
-    # By index among the trace's outputs, of which gradients come first.
-    ready: dict[int, float] = {}
-    constants: dict[int, TensorSpec] = {}
-    for output, (spec, time) in enumerate(zip(specs, finishing_times(program), strict=not has_aux)):
-        if spec.name in reduced:
-            continue
-        if time is None or spec.num_elements == 0:
-            constants[output] = spec
-        else:
-            ready[output] = time
-    outputs = tuple(sorted(reversed(ready), key=ready.__getitem__))  # the last comes first where times are equal
-    tensors = tuple(map(specs.__getitem__, outputs))
-    return GradientTrace(tensors, tuple(constants.values()), program, outputs, tuple(constants), result)
+    specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
+    # Among the trace's outputs, gradients come first.
+    timed = enumerate(zip(specs, finishing_times(program), strict=not has_aux))
+    found = {output: pair for output, pair in timed if pair[0].name not in reduced}
+    constants = {output: spec for output, (spec, time) in found.items() if time is None or not spec.num_elements}
+    # The last comes first where times are equal.
+    ready = sorted(
+        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0.0
+    )
+    return GradientTrace({output: found[output][0] for output in ready}, constants, program, result)
 
 
 def describe_results(trace: GradientTrace) -> str:
@@ -233,16 +209,12 @@ def describe_results(trace: GradientTrace) -> str:
     where processes compute it from constants of their own.
     """
     shapes = list(map(str, trace.program.out_avals))
-    is_constant = [output in trace.constant_outputs for output in range(len(shapes))]
+    is_constant = [output in trace.constants for output in range(len(shapes))]
     return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
-    """Finds when each output of a traced program is ready.
-
-    Args:
-        program: What ``jax.make_jaxpr`` returns.
-        cost: Duration of an operation; 1 for each if None.
+    """Finds when each output of a traced program is ready, where an operation takes ``cost(equation)``, or 1.
 
     Returns:
         For each output the end of the operation that computes it; None if it is constant, because it depends on no

@@ -26,13 +26,11 @@ however unequal they are, and the bulk of what is sent stays balanced.
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
 part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
 several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
-learning rates, and the arrays of one element that Adafactor has for state it does not need. Owners balance the bytes of
-optimizer state, the largest parameter first.
+learning rates, and the arrays of one element that Adafactor has for state it does not need.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.1).
-    Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv:2504.05295.
+    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1). Ahn et al., Dion: Distributed Orthonormalized
+    Updates, arXiv:2504.05295.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class OwnedState(NamedTuple):
     """The optimizer's state where whole parameters have owners.
 
     Attributes:
-        shared: The state as the optimizer made it, equal on all ranks, with None for each leaf that has an owner.
+        shared: As the optimizer made it, equal on all ranks, with None for each leaf that has an owner.
         owned: The others, by dtype: those of this rank one after another, ``[width]``; ``[N * width]`` over all ranks.
     """
 
@@ -132,20 +130,18 @@ class LeafOwners:
         self.slots = jax.eval_shape(optimizer.init, self._params)
         leaves, (slots, self._structure) = named_leaves(self._params), jax.tree.flatten(self.slots)
         self._init = _Program.of(lambda given: _state(optimizer.init(self._tree("param", given))), _of("param", leaves))
-        update = self._update(jnp.float32)
-        self.param_of = self._params_of_state(update)
-        self.uses_grads = any(kind == "grad" for found in update.sources().values() for kind, _ in found)
+        sources = self._update(jnp.float32).sources()
+        self.param_of = self._params_of_state(sources)
+        self.uses_grads = any(kind == "grad" for found in sources.values() for kind, _ in found)
 
-        held = dict.fromkeys(leaves, 0)
-        for slot, param in zip(slots, self.param_of, strict=True):
-            if param is not None:
-                held[param] += slot.size * slot.dtype.itemsize
+        held, owned = dict.fromkeys(leaves, 0), {f"{at}": of for at, of in enumerate(self.param_of) if of is not None}
+        states = {place: slots[int(place)] for place in owned}
+        for place, param in owned.items():
+            held[param] += states[place].size * states[place].dtype.itemsize
         costs = [(held[name], leaf.size * leaf.dtype.itemsize) for name, leaf in leaves.items()]
         self.owners = dict(zip(leaves, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
         self.state_bytes = [sum(held[name] for name in leaves if self.owners[name] == r) for r in range(num_ranks)]
 
-        owned = {f"{place}": param for place, param in enumerate(self.param_of) if param is not None}
-        states = {place: slots[int(place)] for place in owned}
         self._states = _buckets(states, {place: self.owners[param] for place, param in owned.items()}, num_ranks)
         self._buckets = _buckets(leaves, self.owners, num_ranks)
         self._cuts = {name: cut(leaf.shape, num_ranks) for name, leaf in leaves.items()}
@@ -204,14 +200,9 @@ class LeafOwners:
         return like(params, shards), OwnedState(self._shared_of(program.on(shared, self._places(None))), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
-        """Unpacks a state over all ranks.
+        """Unpacks a state over all ranks to one that ``init`` of the optimizer makes; what has owners is NumPy arrays.
 
-        Args:
-            state: Over all ranks.
-            fetch: Copies a buffer ``[N * width]`` to the host.
-
-        Returns:
-            The optimizer's state as its ``init`` makes it; what has owners is NumPy arrays.
+        ``fetch`` copies a buffer ``[N * width]`` to the host.
         """
         rows = {dtype: fetch(buffer).reshape(self.num_ranks, -1) for dtype, buffer in state.owned.items()}
         found: dict[_Label, Any] = {}
@@ -240,9 +231,8 @@ class LeafOwners:
         """Traces the update of all parameters."""
 
         def update(given: Mapping[_Label, jax.Array]) -> dict[_Label, jax.Array]:
-            params = self._tree("param", given)
+            params, grads = self._tree("param", given), self._tree("grad", given)
             state = jax.tree.unflatten(self._structure, [given["state", place] for place in range(len(slots))])
-            grads = self._tree("grad", given)
             updates, new = self._optimizer.update(grads, state, params, value=given["value", 0])
             if len({jax.tree.structure(tree) for tree in (grads, updates)}) > 1 or _forms(state) != _forms(new):
                 raise ValueError("optimizer's state and updates must keep one structure, and state its dtypes")
@@ -252,23 +242,17 @@ class LeafOwners:
         value = {("value", 0): jax.ShapeDtypeStruct((), value_dtype)}
         return _Program.of(update, _of("grad", params) | _of("param", params) | _state(self.slots) | value)
 
-    def _params_of_state(self, update: _Program) -> list[str | None]:
-        """Finds the parameter that each leaf of the state belongs to: the one that its first or next value depends on.
-
-        Raises:
-            ValueError: If something depends on more than one parameter.
-        """
-        names = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)]
-        found, first = update.sources(), self._init.sources()
-        for place in range(len(names)):
-            found["state", place] |= first["state", place]
+    def _params_of_state(self, sources: Mapping[_Label, frozenset[_Label]]) -> list[str | None]:
+        """The parameter that each leaf of the state belongs to, on which alone its first and next value may depend."""
+        names, first = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)], self._init.sources()
+        found = {label: on | first.get(label, frozenset()) for label, on in sources.items()}
         param_of = [
             min((of for kind, of in found["state", place] if kind in ("grad", "param")), default=None)
             for place in range(len(names))
         ]
-        for (kind, which), sources in found.items():
+        for (kind, which), inputs in found.items():
             own, what = (param_of[which], names[which]) if kind == "state" else (which, which)
-            on = {param_of[source] if of == "state" else source for of, source in sources if of != "value"}
+            on = {param_of[source] if of == "state" else source for of, source in inputs if of != "value"}
             if others := sorted(one for one in on - {own} if one is not None):
                 raise ValueError(
                     f"optimizer must update each parameter by itself to be sharded by leaves: its {kind} {what!r}"
