@@ -28,13 +28,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..scopes import SYNC_SCOPE
-from .buckets import MIB, Bucket, BucketPlan, TensorSpec
+from .buckets import MIB, Bucket, BucketPlan
 from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
 # Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
 LARGE_BYTES = MIB
-MAX_JOINED = 256  # XLA's limit
+MAX_JOINED = 256  # arrays in one all-reduce: XLA's limit
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
@@ -46,13 +46,14 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
 
 def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket, by name."""
+    tensors: dict[str, jax.Array] = {}
     if isinstance(buffer, tuple):
-        large, small = _by_size(bucket)
-        tensors = {tensor.name: part for tensor, part in zip(large, buffer, strict=False)}
-        return tensors | unpack(small, buffer[-1]) if small.tensors else tensors
+        for part, packed in zip(_parts(bucket), buffer, strict=True):
+            tensors |= unpack(part, packed)
+        return tensors
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    tensors, offset = {}, 0
+    offset = 0
     for tensor in bucket.tensors:
         tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
         offset += tensor.num_elements
@@ -60,19 +61,16 @@ def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[st
 
 
 def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
-    """Gives the large tensors of a bucket as they are, in its order, and after them a buffer of all small ones.
-
-    One all-reduce takes at most ``MAX_JOINED`` arrays; if there are more, all are packed.
-    """
-    large, small = _by_size(bucket)
-    if len(large) + bool(small.tensors) > MAX_JOINED:
-        return pack(bucket, tensors)
-    return (*(tensors[tensor.name] for tensor in large), *((pack(small, tensors),) if small.tensors else ()))
+    """Gives the large tensors of a bucket as they are, and a buffer of the others; all packed if XLA cannot join so."""
+    parts = _parts(bucket)
+    return pack(bucket, tensors) if len(parts) > MAX_JOINED else tuple(pack(part, tensors) for part in parts)
 
 
-def _by_size(bucket: Bucket) -> tuple[list[TensorSpec], Bucket]:
-    large = [tensor for tensor in bucket.tensors if tensor.num_bytes >= LARGE_BYTES]
-    return large, Bucket(tuple(tensor for tensor in bucket.tensors if tensor.num_bytes < LARGE_BYTES))
+def _parts(bucket: Bucket) -> list[Bucket]:
+    """Each large tensor of a bucket by itself, in its order, and after them all small ones."""
+    large = [Bucket((tensor,)) for tensor in bucket.tensors if tensor.num_bytes >= LARGE_BYTES]
+    small = tuple(tensor for tensor in bucket.tensors if tensor.num_bytes < LARGE_BYTES)
+    return [*large, Bucket(small)] if small else large
 
 
 def sends_uncopied(plan: BucketPlan) -> bool:
@@ -125,9 +123,6 @@ def reduce_buckets(
         divisor: Of the sums.
         number: Of the micro-batch, where each one is reduced: then at most two buckets are in flight, which saves
             memory, since one arrives while the next one fills.
-
-    Returns:
-        What this rank keeps of each mean.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))
@@ -193,11 +188,7 @@ def wide(value: Any) -> jax.Array:
 
 
 def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) -> None:
-    """Refuses gradients that a plan is not of, or that autodiff has summed already.
-
-    Raises:
-        ValueError: If names or shapes differ from the plan's, or a gradient does not vary over the ranks.
-    """
+    """Refuses gradients whose names or shapes are not a plan's, or that autodiff has summed over ranks already."""
     tensors = {tensor.name: tensor for bucket in plan.buckets for tensor in bucket.tensors}
     rule = "plan and grads must be of one model"
     if missing := sorted(set(tensors) - set(grads)):
@@ -219,12 +210,9 @@ def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) ->
 
 
 def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
-    """Makes a zero that is available no earlier than some arrays.
+    """Gives arrays, to be used instead of these, and a scalar 0 that is available no earlier.
 
     Equal arrays are not merged if their numbers differ.
-
-    Returns:
-        The arrays, to be used instead, and the token, a scalar of value 0.
     """
     values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
     return values, hidden - number

@@ -46,15 +46,6 @@ ELEMENTWISE = frozenset(
     "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
-_CAUSES = {
-    "dot_general": "a product summed over elements",
-    "iota": "the place of elements",
-    "random_bits": "random numbers by place",
-    "reduce_and": "all elements together",
-    "reduce_max": "all elements together",
-    "reduce_or": "all elements together",
-    "reduce_sum": "a sum over elements",
-}
 _REFUSAL = (
     "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole, or"
     " zero1(shard='leaves')"
@@ -172,7 +163,7 @@ def _follow(program: Any, inputs: Sequence[_Value], numbers: dict[Any, int]) -> 
             met = [value if shape == out_shapes[0] else _mixed(value, cause) for value, shape in pairs]
             return [combined(met, name, str(params))]
         # Unlike those of element-wise operations, these results depend on the shapes of the inputs.
-        cause = f"{_CAUSES.get(name, 'elements at other places')} ({name})"
+        cause = f"elements at other places ({name})"
         mixed, results = [_mixed(value, cause) for value in operands], []
         for place, shape in enumerate(out_shapes):
             found = combined(mixed, name, str(params), shapes, place)
