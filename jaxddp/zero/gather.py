@@ -26,6 +26,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -91,23 +92,26 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
         The full parameters, and the ``others``, which a unit takes beside them. The gradient of each shard is summed
         over ranks.
     """
-    sends_nothing = is_silent()  # the backward is traced later, outside of the block
+    quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
     groups: dict[Any, list[int]] = {}
     for place, shard in enumerate(shards):
         groups.setdefault((shard.dtype, shard.local.dtype), []).append(place)
+    specs = {"local": [shard.leaf.shard_spec for shard in shards], "full": [shard.leaf.spec for shard in shards]}
 
-    def by_group(function: Callable[..., list[jax.Array]], arrays: Sequence[Any]) -> list[Any]:
-        """Calls ``function(shards, arrays)`` on those of one dtype at a time, without what is None."""
+    def by_group(function: Callable[..., Any], arrays: Sequence[Any], given: str, wanted: str) -> list[Any]:
+        """Calls a function on those of one dtype at a time, without what is None."""
         found: list[Any] = [None] * len(arrays)
         for group in groups.values():
             if places := [place for place in group if arrays[place] is not None]:
-                with silent() if sends_nothing else contextlib.nullcontext():
-                    some = function([shards[place] for place in places], [arrays[place] for place in places], ranks)
+                ins, outs = ([specs[kind][place] for place in places] for kind in (given, wanted))
+                of_some = partial(function, [shards[place] for place in places], ranks)
+                with quiet():
+                    some = ranks.on_devices(of_some, (ins,), outs)([arrays[place] for place in places])
                 found = put(found, places, some)
         return found
 
     def forward(local: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
-        return by_group(_all_gather, local), others
+        return by_group(_all_gather, local, "local", "full"), others
 
     def forward_of(local: list[Any], others: list[Any]) -> tuple[Any, list[tuple[()] | None]]:
         # What wants a gradient, as () or None: JAX treats both as structure, where a bool would be an array.
@@ -122,36 +126,26 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
         ]
         if others:  # without any, the gradients are all that there is to compute
             found = lax.optimization_barrier(found)
-        return by_group(_reduce_scatter, found[: len(shards)]), found[len(shards) :]
+        return by_group(_reduce_scatter, found[: len(shards)], "full", "local"), found[len(shards) :]
 
     gathered = jax.custom_vjp(forward)
     gathered.defvjp(forward_of, backward, symbolic_zeros=True)
     return gathered([shard.local for shard in shards], list(others))
 
 
-def _all_gather(shards: list[Shard], local: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    @jax.named_scope(SYNC_SCOPE)
-    def on_device(local: list[jax.Array]) -> list[jax.Array]:
-        row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
-        rows = all_gather(row, ranks.shard_axis, as_bits=traced_platform() == "cpu")
-        return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
-
-    specs = [shard.leaf.shard_spec for shard in shards], [shard.leaf.spec for shard in shards]
-    return ranks.on_devices(on_device, (specs[0],), specs[1])(local)
+@jax.named_scope(SYNC_SCOPE)
+def _all_gather(shards: list[Shard], ranks: Ranks, local: list[jax.Array]) -> list[jax.Array]:
+    row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
+    rows = all_gather(row, ranks.shard_axis, as_bits=traced_platform() == "cpu")
+    return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
 
 
-def _reduce_scatter(shards: list[Shard], grads: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    @jax.named_scope(SYNC_SCOPE)
-    def on_device(grads: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(shards, grads, strict=True)
-        rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
-        parts = _split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards)
-        return [
-            part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in zip(parts, shards, strict=True)
-        ]
-
-    specs = [shard.leaf.spec for shard in shards], [shard.leaf.shard_spec for shard in shards]
-    return ranks.on_devices(on_device, (specs[0],), specs[1])(grads)
+@jax.named_scope(SYNC_SCOPE)
+def _reduce_scatter(shards: list[Shard], ranks: Ranks, grads: list[jax.Array]) -> list[jax.Array]:
+    pairs = zip(shards, grads, strict=True)
+    rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
+    parts = zip(_split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards), shards, strict=True)
+    return [part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in parts]
 
 
 def _split(rows: jax.Array, shards: list[Shard]) -> list[jax.Array]:
@@ -216,26 +210,20 @@ def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[.
 
     The barrier of ``jax.checkpoint`` makes all inputs of a backward wait for each other, the shards for the gradients
     of the results too. Here they wait for the gradient of ``early`` alone, which the next unit gives as it begins.
-    ``compute(shards, arrays)`` gives results, and what this returns ``(results, early)``.
+    ``compute(inputs)`` gives results, and what this returns ``(results, early)``.
     """
     checkpointed = jax.checkpoint(compute, policy=policy, prevent_cse=False)
 
-    def unit(shards: list[Any], arrays: list[Any]) -> tuple[list[Any], jax.Array]:
-        return checkpointed(shards, arrays), jnp.zeros(())
+    def unit(inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+        return checkpointed(inputs), jnp.zeros(())
 
-    def forward(shards: list[Any], arrays: list[Any]) -> tuple[Any, Any]:
-        values = [one.value for one in (*shards, *arrays)]
-        places = [place for place, one in enumerate((*shards, *arrays)) if one.perturbed]
+    def forward(inputs: list[Any]) -> tuple[Any, Any]:
+        values, places = [one.value for one in inputs], [place for place, one in enumerate(inputs) if one.perturbed]
+        of_perturbed = [values[place] for place in places]
+        results, pull = jax.vjp(lambda some: checkpointed(put(values, places, some)), of_perturbed)
+        return (results, jnp.zeros(())), (pull, [() if one.perturbed else None for one in inputs])
 
-        def of_perturbed(some: list[Any]) -> list[Any]:
-            every = put(values, places, some)
-            return checkpointed(every[: len(shards)], every[len(shards) :])
-
-        results, pull = jax.vjp(of_perturbed, [values[place] for place in places])
-        wanted = [[() if one.perturbed else None for one in some] for some in (shards, arrays)]
-        return (results, jnp.zeros(())), (pull, wanted)
-
-    def backward(kept: Any, grads: tuple[list[Any], Any]) -> tuple[list[Any], ...]:
+    def backward(kept: Any, grads: tuple[list[Any], Any]) -> tuple[list[Any]]:
         (pull, wanted), (of_results, early) = kept, grads
         held, structure = jax.tree.flatten(pull)
         # Without a unit after it, nothing is early: what is held waits for the gradients.
@@ -243,7 +231,7 @@ def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[.
             _, early = order_token([grad for grad in of_results if not isinstance(grad, SymbolicZero)], 0.0)
         pull = jax.tree.unflatten(structure, _on_floats(_hold, held, early)[0])
         found = iter(pull(_instantiated(of_results))[0])
-        return tuple([None if one is None else next(found) for one in some] for some in wanted)
+        return ([None if one is None else next(found) for one in wanted],)
 
     marked = jax.custom_vjp(unit)
     marked.defvjp(forward, backward, symbolic_zeros=True)

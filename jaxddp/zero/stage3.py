@@ -254,8 +254,9 @@ def _run_units(
         # Its gradients are scattered while those of its results are computed, so they do not wait for these.
         follows_loop = order.of_loop is not None
 
-        def compute(local: list[jax.Array], arrays: list[jax.Array]) -> list[Any]:
-            own: Any = [shard._replace(local=array) for shard, array in zip(shards, local, strict=True)]
+        def compute(values: list[jax.Array]) -> list[Any]:
+            own: Any = [shard._replace(local=array) for shard, array in zip(shards, values, strict=False)]
+            arrays = values[len(shards) :]
             if not is_unit:
                 return _run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
             own, arrays = (gather(own, ranks)[0], arrays) if follows_loop else gather(own, ranks, arrays)
@@ -266,9 +267,9 @@ def _run_units(
         elif in_loop and not keeps:
             compute = jax.checkpoint(compute, policy=_policy(inner), prevent_cse=False)
         is_again = is_unit and not keeps and not in_loop
-        unit = computed_again(compute, _policy(inner)) if is_again else lambda *args: (compute(*args), None)
+        unit = computed_again(compute, _policy(inner)) if is_again else lambda values: (compute(values), None)
         arrays = [inputs[place] for place in others]
-        return in_order(order, lambda local: unit(local, arrays), [shard.local for shard in shards])
+        return in_order(order, lambda local: unit([*local, *arrays]), [shard.local for shard in shards])
 
     return interpret(program, inputs, rule)
 
