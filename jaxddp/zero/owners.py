@@ -53,7 +53,7 @@ from ..communication.buckets import Bucket, TensorSpec, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..communication.traces import TRANSPARENT, interpret
-from ..layout import Leaf, cut_leaves
+from ..layout import Leaf, cut_leaves, whole
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
 from ..tree import like, named_leaves, path_name, split
@@ -81,17 +81,11 @@ def layout_by_owners(
     if ranks.other_axes:
         raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
     full = jax.tree.map(lambda leaf: leaf.held, split(params, trainable)[0])
-    owners = LeafOwners(optimizer, full, ranks.num_shards)
-
-    def buffer(width: int, dtype: str) -> Leaf:
-        shape = (ranks.num_shards * width,)
-        return Leaf(shape, jnp.dtype(dtype), cut(shape, ranks.num_shards))
-
-    shared = owners.shared([Leaf(slot.shape, slot.dtype) for slot in jax.tree.leaves(owners.slots)])
-    state = OwnedState(shared, {dtype: buffer(width, dtype) for dtype, width in owners.widths.items()})
-    updated = cut_leaves(params, ranks.num_shards)
+    owners, num_ranks = LeafOwners(optimizer, full, ranks.num_shards), ranks.num_shards
+    buffers = {dtype: Leaf((num_ranks * width,), jnp.dtype(dtype)) for dtype, width in owners.widths.items()}
+    state = OwnedState(owners.shared(_state(whole(owners.slots))), cut_leaves(buffers, num_ranks))
     on_rank = Optimizer(partial(owners.init, ranks.shard_axis), partial(owners.update, ranks.shard_axis))
-    return Layout(ranks, params, updated, state, on_rank, trainable=trainable, owners=owners)
+    return Layout(ranks, params, cut_leaves(params, num_ranks), state, on_rank, trainable=trainable, owners=owners)
 
 
 class LeafOwners:
@@ -102,7 +96,7 @@ class LeafOwners:
         owners: The rank of each parameter, by name.
         slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
         param_of: The parameter whose owner has it, of each leaf of the state; None if all ranks have it.
-        state_bytes: Bytes of optimizer state that each rank owns, without what pads them to those of the fullest.
+        state_bytes: Bytes of optimizer state that each rank owns, without padding.
         widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
         swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
@@ -115,15 +109,12 @@ class LeafOwners:
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
-        """Assigns owners.
+        """Assigns owners; refuses an optimizer of which an update or a leaf of state depends on several parameters.
 
         Args:
             optimizer: Traced, not run.
             params: Full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
             num_ranks: N.
-
-        Raises:
-            ValueError: If an update or a leaf of the state depends on more than one parameter.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
@@ -161,23 +152,14 @@ class LeafOwners:
             return self._packed(owner, self._init.on(_of("param", self._whole(owner, rows)), self._places(owner)))
 
         first = self._init.on({}, self._places(None))
-        return OwnedState(self._shared_of(first), self._switch(axis, of_owner))
+        return OwnedState(self.shared(first), self._switch(axis, of_owner))
 
     def update(
         self, axis: str, grads: Any, state: OwnedState, params: Any, value: jax.Array, full: Any = None
     ) -> tuple[Any, OwnedState]:
-        """Updates parameters on their owners.
+        """Updates parameters on their owners, where ``full`` is a tree of the full ones if every rank has them.
 
-        Args:
-            axis: Name of the mesh axis.
-            grads: A tree of this rank's shards of the mean gradients.
-            state: This rank's.
-            params: A tree of this rank's shards of the parameters.
-            value: The loss.
-            full: A tree of the full parameters if every rank has them, else None.
-
-        Returns:
-            This rank's shards of the updated parameters, and the next state.
+        ``grads`` and ``params`` are trees of this rank's shards, as is what it returns beside the next state.
         """
         program = self._update(value.dtype)
         shared = dict(zip(self._places(None), jax.tree.leaves(state.shared), strict=True)) | {("value", 0): value}
@@ -197,7 +179,7 @@ class LeafOwners:
         for dtype, buckets in self._buckets.items():
             for owner, bucket in enumerate(buckets):
                 shards |= unpack_row(bucket, received[dtype][owner], self._cuts)
-        return like(params, shards), OwnedState(self._shared_of(program.on(shared, self._places(None))), owned)
+        return like(params, shards), OwnedState(self.shared(program.on(shared, self._places(None))), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
         """Unpacks a state over all ranks to one that ``init`` of the optimizer makes; what has owners is NumPy arrays.
@@ -213,18 +195,18 @@ class LeafOwners:
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        leaves, owned = jax.tree.leaves(state), {}
+        found, owned = _state(state), {}
         for dtype, buckets in self._states.items():
             rows = np.zeros((self.num_ranks, self.widths[dtype]), jnp.dtype(dtype))
             for row, bucket in zip(rows, buckets, strict=True):
-                flat = [np.asarray(leaves[int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
+                flat = [np.asarray(found["state", int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
                 row[: bucket.num_elements] = np.concatenate(flat) if flat else 0
             owned[dtype] = rows.reshape(-1)
-        return OwnedState(self.shared(leaves), owned)
+        return OwnedState(self.shared(found), owned)
 
-    def shared(self, leaves: Sequence[Any]) -> Any:
-        """The optimizer's state of its leaves, without those that have owners."""
-        kept = [leaf if param is None else None for leaf, param in zip(leaves, self.param_of, strict=True)]
+    def shared(self, found: Mapping[_Label, Any]) -> Any:
+        """The optimizer's state of its leaves by label, without those that have owners."""
+        kept = [found["state", place] if param is None else None for place, param in enumerate(self.param_of)]
         return jax.tree.unflatten(self._structure, kept)
 
     def _update(self, value_dtype: Any) -> _Program:
@@ -275,9 +257,6 @@ class LeafOwners:
         ranks = [None if param is None else self.owners[param] for param in self.param_of]
         return [("state", place) for place, rank in enumerate(ranks) if rank == owner]
 
-    def _shared_of(self, found: Mapping[_Label, Any]) -> Any:
-        return self.shared([found.get(("state", place)) for place in range(len(self.param_of))])
-
     def _to_owners(self, axis: str, shards: Mapping[str, jax.Array]) -> _Buffers:
         """Sends shards to the owners of their parameters: row r is from rank r, ``[N, w]``."""
         rows = {
@@ -287,7 +266,7 @@ class LeafOwners:
         return self._swap(axis, rows)
 
     def _whole(self, owner: int, rows: _Buffers) -> dict[str, jax.Array]:
-        """The full arrays of an owner by name, of what ``_to_owners`` gave it."""
+        """An owner's full arrays by name, of what ``_to_owners`` gave it."""
         full: dict[str, jax.Array] = {}
         for dtype, buckets in self._buckets.items():
             full |= unpack_rows(buckets[owner], rows[dtype], self._cuts)

@@ -33,8 +33,7 @@ computed again; if there is a checkpoint of the user's in it, what that one save
 checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.3).
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
