@@ -130,8 +130,6 @@ def plan_buckets(
 
     Example:
         >>> tensors = [TensorSpec(name, (256, 1024), "float32") for name in "dcba"]  # 1 MiB each
-        >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, 2.5).buckets]
-        [['d', 'c'], ['b', 'a']]
         >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, [1, 3]).buckets]
         [['d'], ['c', 'b', 'a']]
     """
@@ -167,15 +165,12 @@ def plan_buckets(
 def plan_all_reduces(
     tensors: Iterable[TensorSpec], bucket_mb: BucketMb = "default", *, rule: Rule = "before"
 ) -> BucketPlan:
-    """Plans the buckets of ``bucketed``: ``plan_buckets`` with a default cap that grows with the model.
+    """``plan_buckets`` with default caps that grow with the model, for ``bucketed``.
 
-    The default caps are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then
-    four times the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then
-    send 9 to 13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is
-    PyTorch's own. ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
-
-    Raises:
-        ValueError: As ``plan_buckets``.
+    They are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then four times
+    the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then send 9 to
+    13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is PyTorch's own.
+    ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
 
     Example:
         >>> tensors = [TensorSpec(f"{index}", (256, 1024), "float32") for index in range(400)]  # 1 MiB each
@@ -197,12 +192,7 @@ def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = Fal
 
 
 def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
-    """Counts collectives by kind, given as ``(kind, bytes)``.
-
-    Example:
-        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
-        '2 all-reduces, 1.5 MiB per step'
-    """
+    """Counts collectives by kind, given as ``(kind, bytes)``, such as ``"2 all-reduces, 1.5 MiB per step"``."""
     if not collectives:
         return "none"
     counts = Counter(kind for kind, _ in collectives)
@@ -265,12 +255,8 @@ def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, .
 
     The fullest rank then has at most 1/N of everything plus the largest parameter.
 
-    Args:
-        costs: Of each parameter, such as its bytes. Of several numbers the first is balanced; the others decide ties.
-        loads: What each rank has already, in the same numbers.
-
-    Returns:
-        The rank of each parameter.
+    ``costs`` are of each parameter, such as its bytes; of several numbers the first is balanced, the others decide
+    ties. ``loads`` are what each rank has already, in the same numbers.
 
     Example:
         >>> assign_owners([(3,), (5,), (4,), (2,)], [(0,), (0,)])

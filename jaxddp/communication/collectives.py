@@ -199,17 +199,7 @@ def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
 
 
 def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends along ``pairs`` (from rank, to rank), where each rank occurs once at most a side; the others get zeros.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from jaxddp.mesh import data_mesh
-        >>> def shift(x):
-        ...     return send_recv(x, axis="data", pairs=[(0, 1), (1, 2), (2, 3)])
-        >>> spec = P("data")
-        >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
-        [0 1 2 3]
-    """
+    """Sends along ``pairs`` (from rank, to rank), where each rank occurs once at most a side; the others get zeros."""
     check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
 

@@ -33,29 +33,18 @@ _KINDS = {
 
 
 class Planned(NamedTuple):
-    """A planned collective.
+    """A planned collective."""
 
-    Attributes:
-        kind: As in a compiled program.
-        num_bytes: Of the full buffer on the wire.
-        axes: The mesh axes along which ranks take part.
-    """
-
-    kind: str
-    num_bytes: int
-    axes: tuple[str, ...]
+    kind: str  # as in a compiled program
+    num_bytes: int  # of the full buffer on the wire
+    axes: tuple[str, ...]  # the mesh axes along which ranks take part
 
 
 class TracedCollectives(NamedTuple):
-    """Collectives in the order of the trace; those in a scan once per round.
+    """Collectives in the order of the trace; those in a scan once per round."""
 
-    Attributes:
-        each: Those of every micro-batch.
-        once: Those of constants, which XLA takes out of the loop over micro-batches.
-    """
-
-    each: list[Planned]
-    once: list[Planned]
+    each: list[Planned]  # in every micro-batch
+    once: list[Planned]  # of constants, which XLA takes out of the loop over micro-batches
 
 
 def planned_collectives(
@@ -69,15 +58,7 @@ def planned_collectives(
 def planned_along(
     strategy: Strategy, plan: BucketPlan, ranks: Ranks, platform: str, num_microbatches: int
 ) -> list[Planned]:
-    """Lists what a plan communicates in one step, in launch order.
-
-    Args:
-        strategy: The plan's strategy.
-        plan: The plan.
-        ranks: The ranks; one rank communicates nothing.
-        platform: What it is compiled for.
-        num_microbatches: Parts of each rank's batch.
-    """
+    """Lists what a plan communicates in one step, in launch order; ``strategy`` is the one that has made the plan."""
     if ranks.num_ranks == 1 or not strategy.sends:
         return []
     shards, replicas, num_shards = (ranks.shard_axis,), ranks.replica_axes, ranks.num_shards
@@ -128,12 +109,9 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
 
 
 def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False) -> TracedCollectives:
-    """Lists the gathers and scatters of shards that the program's results depend on.
+    """Lists the gathers and scatters of shards that a program's results depend on.
 
-    Args:
-        program: From ``jax.make_jaxpr``.
-        platform: What it is compiled for.
-        of_loss: Instead those that the loss function calls itself, as BatchNorm does over an axis.
+    ``of_loss``: instead those that the loss function calls itself, as BatchNorm does over an axis.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
     found = TracedCollectives([], [])

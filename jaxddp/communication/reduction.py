@@ -95,15 +95,10 @@ class Wire(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Mean gradients.
+    """Mean gradients."""
 
-    Attributes:
-        grads: What this rank keeps of each, by name.
-        squares: Their sum of squares, if it was computed on the way; it holds the order of the buckets.
-    """
-
-    grads: dict[str, jax.Array]
-    squares: jax.Array | None = None
+    grads: dict[str, jax.Array]  # what this rank keeps of each, by name
+    squares: jax.Array | None = None  # their sum, if it was computed on the way; it holds the order of the buckets
 
 
 @jax.named_scope(SYNC_SCOPE)

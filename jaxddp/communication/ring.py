@@ -75,15 +75,6 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
     """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
 
     The array is flattened and padded with zeros until N divides its length, and both are undone at the end.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from jaxddp.mesh import data_mesh
-        >>> def total(x):
-        ...     return ring_all_reduce(x, axis="data")
-        >>> mapped = jax.shard_map(total, mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
-        >>> print(jax.jit(mapped)(jnp.arange(4)))
-        [6 6 6 6]
     """
     num_ranks = _check_call(x, axis)
     padded = jnp.pad(x.reshape(-1), (0, -x.size % num_ranks))

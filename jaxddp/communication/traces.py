@@ -142,20 +142,12 @@ def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[s
 
 
 class GradientTrace(NamedTuple):
-    """A traced backward pass.
+    """A traced backward pass; gradients by their index among the trace's outputs."""
 
-    Attributes:
-        tensors: The gradients that depend on an input, in the order in which they become ready, by their index among
-            the trace's outputs.
-        constants: The others, such as the zeros of an unused parameter.
-        program: The trace.
-        result: What was traced returns; a tree of ``jax.ShapeDtypeStruct``.
-    """
-
-    tensors: dict[int, TensorSpec]
-    constants: dict[int, TensorSpec]
+    tensors: dict[int, TensorSpec]  # those that depend on an input, in the order in which they become ready
+    constants: dict[int, TensorSpec]  # the others, such as the zeros of an unused parameter
     program: core.ClosedJaxpr
-    result: Any
+    result: Any  # what was traced returns: a tree of jax.ShapeDtypeStruct
 
     def __call__(self, *args: Any) -> Any:
         """Computes what was traced, of arguments like those that it was traced with."""

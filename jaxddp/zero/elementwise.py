@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ ELEMENTWISE = frozenset(
     "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
+_on_rank = attrgetter("on_rank")  # of a ``Leaf``
 _REFUSAL = (
     "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole, or"
     " zero1(shard='leaves')"
@@ -67,7 +69,7 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     """
     structs = jax.eval_shape(optimizer.init, jax.tree.map(_full, updated))
     with _blaming_shapes():
-        on_rank = _same_structure(jax.eval_shape(optimizer.init, jax.tree.map(_shard, updated)), structs)
+        on_rank = _same_structure(jax.eval_shape(optimizer.init, jax.tree.map(_on_rank, updated)), structs)
     leaves = named_leaves(updated)
 
     def place(path: Any, full: Any, shard: Any) -> Leaf:
@@ -83,7 +85,7 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     numbers: dict[Any, int] = defaultdict(itertools.count().__next__)
     on_whole = _outputs(optimizer, updated, state, _full, numbers)
     with _blaming_shapes():
-        on_shards = _outputs(optimizer, updated, state, _shard, numbers)
+        on_shards = _outputs(optimizer, updated, state, _on_rank, numbers)
         for (label, *computation), (_, *on_shard) in zip(on_whole, on_shards, strict=True):
             if computation != on_shard:
                 raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
@@ -93,23 +95,15 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
 def describe_update(optimizer: optax.GradientTransformationExtraArgs, params: Any, axis_env: list[Any]) -> str:
     """Describes what an optimizer computes, its numbers included, as text that all processes can compare.
 
-    Args:
-        optimizer: The optimizer; traced, not run.
-        params: The full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
-        axis_env: Names and sizes of the mesh axes whose ranks call it.
-
-    Example:
-        >>> texts = {describe_update(optax.with_extra_args_support(optax.sgd(lr)), jnp.ones(3), []) for lr in (1, 2, 2)}
-        >>> len(texts)
-        2
+    ``params`` are the full trainable ones, ``axis_env`` the names and sizes of the mesh axes whose ranks call it.
     """
 
     def first_and_next(grads: Any, state: Any, params: Any, value: Any) -> Any:
         return optimizer.init(params), optimizer.update(grads, state, params, value=value)
 
-    params, value = jax.eval_shape(lambda tree: tree, params), jax.ShapeDtypeStruct((), jnp.float32)
+    params = jax.eval_shape(lambda tree: tree, params)
     _, state = jax.make_jaxpr(optimizer.init, axis_env=axis_env, return_shape=True)(params)
-    program = jax.make_jaxpr(first_and_next, axis_env=axis_env)(params, state, params, value)
+    program = jax.make_jaxpr(first_and_next, axis_env=axis_env)(params, state, params, jnp.float32(0))
     return f"checksum {checksum(program, [True] * len(program.out_avals)):08x}"
 
 
@@ -185,10 +179,6 @@ def _equal(shape: tuple[int, ...], number: int, cause: str) -> _Value:
 
 def _full(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return leaf.on_rank
 
 
 def _outputs(

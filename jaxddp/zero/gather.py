@@ -45,19 +45,12 @@ from ..strategy import Ranks
 
 
 class Shard(NamedTuple):
-    """This rank's part of a parameter, or of rows of a stack.
-
-    Attributes:
-        local: The part.
-        leaf: Where the whole lies.
-        dtype: Of the full parameter, as the loss takes it.
-        grad_dtype: In which its gradient is summed over ranks; None if it has none.
-    """
+    """This rank's part of a parameter, or of rows of a stack."""
 
     local: jax.Array
-    leaf: Leaf
-    dtype: Any
-    grad_dtype: Any
+    leaf: Leaf  # where the whole lies
+    dtype: Any  # of the full parameter, as the loss takes it
+    grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 
     @property
     def cut(self) -> Cut:
@@ -163,18 +156,13 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
 
 @dataclass
 class Order:
-    """What the units of a program have left for those after them.
+    """Tokens that the units of a program have left for those after them."""
 
-    Attributes:
-        tokens: Of each unit, available after its results.
-        early: Of the last unit, if the backward computes it again: its gradient comes before that of its results.
-        of_loop: Of a loop just before, whose backward waits for its gradient.
-    """
-
-    # XLA would gather what two of the first three units use once, and hold it, if they waited for the same.
+    # Of each unit, available after its results. If two of the first three units waited for the same, XLA would gather
+    # what both use once, and hold it.
     tokens: list[Any] = field(default_factory=lambda: [None, order_token((), 1.0)[1], order_token((), 2.0)[1]])
-    early: Any = None
-    of_loop: Any = None
+    early: Any = None  # of the last unit, if the backward computes it again: its gradient comes before its results'
+    of_loop: Any = None  # of a loop just before, whose backward waits for its gradient
 
 
 def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: list[jax.Array]) -> list[Any]:
