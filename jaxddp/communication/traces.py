@@ -227,9 +227,10 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
         return [None if is_constant else clock] * len(equation.outvars)
 
     # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
-    known = {True: 0.0, False: None}
-    inputs: list[float | None] = [0.0] * len(program.in_avals)
-    return interpret(program, inputs, rule, lambda value, _: known[isinstance(value, jax.core.Tracer)], TRANSPARENT)
+    return interpret(
+        program, [0.0] * len(program.in_avals), rule,
+        lambda value, _: 0.0 if isinstance(value, jax.core.Tracer) else None, TRANSPARENT,
+    )  # fmt: skip
 
 
 def matmul_flops(equation: Any) -> float:
