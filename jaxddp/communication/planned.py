@@ -94,12 +94,7 @@ def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: s
 
 
 def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, platform: str) -> tuple[str, int]:
-    """What a reduce-scatter, an all-gather or an all-to-all of a full buffer compiles to: its kind and bytes.
-
-    Example:
-        >>> planned_exchange("reduce-scatter", 8, "float32", num_ranks=2, platform="gpu")
-        ('reduce-scatter', 32)
-    """
+    """What a reduce-scatter, an all-gather or an all-to-all of a full buffer compiles to: its kind and bytes."""
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
     if platform == "tpu" and kind != "all-to-all":
         num_elements = num_ranks * tpu_width(num_elements // num_ranks)
@@ -131,11 +126,6 @@ def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: boo
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
-
-    Example:
-        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
-        (32, 16)
-    """
+    """Bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32."""
     name = str(dtype)
     return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

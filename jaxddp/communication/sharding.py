@@ -36,25 +36,17 @@ from .collectives import all_reduce, reduce_scatter
 class Cut:
     """How one tensor is cut.
 
-    Attributes:
-        shape: Of the full tensor.
-        num_ranks: Number of ranks N.
-        dim: The dimension that is split; None if the tensor is flattened and padded.
-        shard_shape: Of one rank's shard: of as many dimensions as the tensor, and at least one.
-        global_shape: Of all ranks' shards as one array.
-        chunk: Elements of a shard, padding included.
-
     Example:
         >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
         ((2, 5), (5, 2), (1, 4))
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full tensor
     num_ranks: int
-    dim: int | None
-    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    chunk: int = field(init=False, repr=False, compare=False)
+    dim: int | None  # that is split; None if the tensor is flattened and padded
+    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of at least one dimension
+    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of all ranks' shards as one array
+    chunk: int = field(init=False, repr=False, compare=False)  # elements of a shard, padding included
 
     def __post_init__(self) -> None:
         """Works out the shapes."""

@@ -55,14 +55,9 @@ _REFUSAL = (
 
 
 def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
-    """Lays out an optimizer's state: what mirrors a parameter is cut like it.
+    """Lays out an optimizer's state as a tree of ``Leaf``: what mirrors a parameter is cut like it.
 
-    Args:
-        optimizer: An optax transformation; traced, not run.
-        updated: The trained parameters, a tree of ``Leaf``, some of them cut.
-
-    Returns:
-        A tree of ``Leaf`` like the state.
+    ``updated`` are the trained parameters, a tree of ``Leaf``, some of them cut. The optimizer is traced, not run.
 
     Raises:
         ValueError: If an update or the state depends on elements at other places, or on shapes.

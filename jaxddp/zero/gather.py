@@ -79,11 +79,8 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
 
     In the backward, no gradient is used before all are computed. Otherwise XLA computes the gradients of activations
     first, for all units, and keeps alive what those of parameters still need. What has no gradient, such as a batch,
-    stays out of that barrier: it would make JAX compute one, and gather parameters for it.
-
-    Returns:
-        The full parameters, and the ``others``, which a unit takes beside them. The gradient of each shard is summed
-        over ranks.
+    stays out of that barrier: it would make JAX compute one, and gather parameters for it. Returns the full parameters,
+    and the ``others``, which a unit takes beside them.
     """
     quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
     groups: dict[Any, list[int]] = {}

@@ -63,15 +63,10 @@ _Buffers = dict[str, jax.Array]  # by dtype
 
 
 class OwnedState(NamedTuple):
-    """The optimizer's state where whole parameters have owners.
+    """The optimizer's state where whole parameters have owners."""
 
-    Attributes:
-        shared: As the optimizer made it, equal on all ranks, with None for each leaf that has an owner.
-        owned: The others, by dtype: those of this rank one after another, ``[width]``; ``[N * width]`` over all ranks.
-    """
-
-    shared: Any
-    owned: dict[str, Any]
+    shared: Any  # as the optimizer made it, equal on all ranks, with None for each leaf that has an owner
+    owned: dict[str, Any]  # the others, by dtype: of this rank one after another, [width]; [N * width] over all ranks
 
 
 def layout_by_owners(
@@ -109,12 +104,10 @@ class LeafOwners:
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
-        """Assigns owners; refuses an optimizer of which an update or a leaf of state depends on several parameters.
+        """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
-        Args:
-            optimizer: Traced, not run.
-            params: Full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
-            num_ranks: N.
+        Raises:
+            ValueError: If an update or a leaf of the state depends on several parameters.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)

@@ -125,10 +125,9 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
             _is_marking.reset(token)
         held = zip(jax.tree.leaves(params), leaves.values(), dtypes, grad_dtypes, strict=True)
         values = [
-            Shard(array, leaf, dtype, grad_dtype) if leaf.cut
-            else array if array.dtype == dtype else array.astype(dtype)
+            Shard(array, leaf, dtype, grad_dtype) if leaf.cut else array.astype(dtype)
             for array, leaf, dtype, grad_dtype in held
-        ] + jax.tree.leaves(inputs)  # fmt: skip
+        ] + jax.tree.leaves(inputs)
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
         early = sorted(_used_outside(program, stacked))
         for at, array in zip(early, gather([values[at] for at in early], ranks)[0], strict=True):
