@@ -147,7 +147,7 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
             return gloo.scatter_by_all_to_all(x, axis)
-    if _is_row(x, chunk_length):
+    if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
@@ -174,7 +174,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     if is_swap and not (equal and varying(lax.axis_index(axis))):
         return gloo.gather_by_swap(x, axis)
     to = "invarying" if equal else "varying"
-    if _is_row(x, len(x)):
+    if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]
     return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
 
@@ -204,12 +204,8 @@ def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.
     return lax.ppermute(x, axis, pairs)
 
 
-def _is_row(x: jax.Array, chunk_length: int) -> bool:
-    """Whether each rank has one row of a buffer, on TPUs, where XLA makes all-reduces of parts of other lengths."""
-    return chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu"
-
-
 def _padded(rows: jax.Array) -> jax.Array:
+    """Rows of one buffer, one a rank, of a length of which XLA for TPUs makes no all-reduce."""
     return jnp.pad(rows, ((0, 0), (0, tpu_width(rows.shape[1]) - rows.shape[1])))
 
 

@@ -62,17 +62,14 @@ def interpret(
     values = dict(zip(jaxpr.invars, args, strict=True))
     values |= {var: constant(array, var) for var, array in zip(jaxpr.constvars, program.consts, strict=True)}
 
-    def read(atom: Any) -> Any:
-        return constant(atom.val, atom) if isinstance(atom, core.Literal) else values[atom]
-
     for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+        inputs = [constant(one.val, one) if isinstance(one, core.Literal) else values[one] for one in equation.invars]
         if equation.primitive.name in entered:
             outputs: Sequence[Any] = interpret(called_program(equation), inputs, rule, constant, entered)
         else:
             outputs = rule(equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return [constant(one.val, one) if isinstance(one, core.Literal) else values[one] for one in jaxpr.outvars]
 
 
 def bind(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
