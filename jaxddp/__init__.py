@@ -2,7 +2,7 @@
 
     plain.py                          every strategy in its shortest form: read it first
     strategy.py registry.py           the contract of a strategy; all strategies by name
-    replicated.py interpreter.py      what strategies with full parameters share; evaluation of traced programs
+    replicated.py                     what strategies with full parameters share
     discovery.py                      finds them in their folders, for both packages
     ddp zero                          the strategies
     communication                     collectives, packed buffers, hooks, reductions

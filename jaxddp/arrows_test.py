@@ -90,7 +90,7 @@ def test_what_would_be_found():
         TopologicalSorter(graph).prepare()
 
 
-SHARED = [f"communication.{name}" for name in ("buckets", "owners")] + ["sizes", "arguments"]
+SHARED = ["communication.buckets", "sizes", "arguments"]
 SHARED += [f"processes.{name}" for name in ("job", "roll_call", "stderr")]
 
 
@@ -110,7 +110,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported & modules.keys() if not name.startswith("torchref")}
     cli = {"launch", "parser", "train"}
-    core = {"arguments", "communication.buckets", "communication.owners", "discovery", "sizes"}
+    core = {"arguments", "communication.buckets", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {

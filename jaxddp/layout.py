@@ -99,7 +99,7 @@ class Leaf:
             return tensor
         assert self.cut is not None
         if not self.counts:
-            return self.cut.to_global(tensor)
+            return self.cut.to_rows(tensor).reshape(self.cut.global_shape)
         numpy = np if isinstance(tensor, np.ndarray) else jnp
         dims, apart = len(self.counts), [size for pair in zip(self.counts, self.block, strict=True) for size in pair]
         order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2))
@@ -112,7 +112,7 @@ class Leaf:
             return array
         assert self.cut is not None
         if not self.counts:
-            return self.cut.from_global(array)
+            return self.cut.from_rows(array)
         numpy = np if isinstance(array, np.ndarray) else jnp
         dims = len(self.counts)
         rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,10 +16,9 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from .communication.buckets import BucketPlan, TensorSpec
-from .communication.buffers import pack, pack_small, unpack
 from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
-from .communication.reduction import Means, Wire, reduce_buckets, sends_uncopied
+from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
 from .strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax
 from .tree import like, named_leaves, path_name, split
@@ -28,8 +26,11 @@ from .tree import like, named_leaves, path_name, split
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
     """A strategy of full parameters, by its plan."""
-    reduce = partial(all_reduce_grads, hook)
-    return Strategy(name, plan, layout_full, in_compute_dtype, reduce, update_full, hook=hook)
+    return Strategy(
+        name, plan, layout_full, in_compute_dtype,
+        lambda grads, plan, layout, *rest: all_reduce_grads(layout.ranks, hook, grads, plan, *rest),
+        update_full, hook=hook,
+    )  # fmt: skip
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
@@ -53,22 +54,18 @@ def find_mirror(params: Mapping[str, Leaf], path: Any, struct: Any) -> Leaf | No
 
 
 def all_reduce_grads(
+    ranks: Ranks,
     hook: Hook | None,
     grads: Mapping[str, jax.Array],
     plan: BucketPlan,
-    layout: Layout,
     divisor: Any,
     number: Any = None,
 ) -> Means:
-    """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks."""
-    return reduce_buckets(plan, all_reduce_wire(layout.ranks, plan, hook), grads, divisor, number)
+    """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks.
 
-
-def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) -> Wire:
-    """How buckets are all-reduced: on GPUs large gradients are sent as they are, where the plan does not hold them.
-
-    XLA joins reductions of one key to one of several operands, without copies, which NCCL gets as one group; those of a
-    hook may be merged with each other. ``jaxddp.compile_options`` keep those of other keys apart.
+    On GPUs large gradients are sent as they are, where the plan does not hold them. XLA joins reductions of one key to
+    one of several operands, without copies, which NCCL gets as one group; those of a hook may be merged with each
+    other. ``jaxddp.compile_options`` keep those of other keys apart.
     """
 
     def send(buffer: Any, key: str) -> Any:
@@ -78,7 +75,8 @@ def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) ->
             return (hook or lax.psum)(buffer, ranks.axis)
 
     is_joined = sends_uncopied(plan) and hook is None
-    return Wire(pack_small if is_joined else pack, send, unpack, lambda name, grad: grad * ranks.num_ranks)
+    wire = Wire(pack_small if is_joined else pack, send, unpack, lambda name, grad: grad * ranks.num_ranks)
+    return reduce_buckets(plan, wire, grads, divisor, number)
 
 
 def update_full(

@@ -21,9 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication.backward_order import plan_trace, trace_gradients
 from jaxddp.communication.collectives import as_varying
 from jaxddp.communication.planned import planned_collectives
+from jaxddp.communication.traces import plan_trace, trace_gradients
 from jaxddp.loss import partial_loss
 
 NUM_STEPS = 3

@@ -14,7 +14,6 @@ from jaxddp.conftest import run_python
 
 TWINS = (
     "plain",
-    "communication/buffers",
     "communication/collectives",
     "communication/hooks",
     "communication/ring",
@@ -32,7 +31,6 @@ ONLY_IN_ONE = {
         *("joins_arrays", "kind_of"),  # what XLA joins; see gloo.py
     },
     "communication/hooks": {"all_reduce"},
-    "communication/buffers": {"check_dense", "tensor_spec", "pack_small"},
 }
 
 

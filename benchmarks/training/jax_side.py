@@ -78,7 +78,7 @@ class JaxSide:
                 return run
             plan, trace = trainer.plan(state, given), trainer.trace(state, given)
             buckets = [[(names[one.name], one.num_bytes) for one in bucket.tensors] for bucket in plan.buckets]
-            ready = zip(trace.tensors, trace.flops_before, strict=True)
+            ready = zip(trace.tensors.values(), trace.flops_before, strict=True)
             shares = {names[tensor.name]: share for tensor, share in ready}
             return run._replace(planned=trainer.planned(state, given), buckets=buckets, ready_shares=shares)
 

@@ -1,12 +1,11 @@
-"""Bucket plans: which gradients are reduced together, and in which order. Both packages use this file.
+"""Which gradients are reduced together, in which order, and who owns whole parameters. Both packages use this file.
 
 A plan is made from names, shapes and dtypes alone, before any array exists. Tensors come in the order in which the
 backward finishes their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
 
-Where gradients or parameters are sharded over N ranks, each tensor of n elements is padded to N chunks of ceil(n / N).
-
 References:
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (section 4.2).
+    Graham, Bounds on Multiprocessing Timing Anomalies, SIAM Journal on Applied Mathematics 1969 (``assign_owners``).
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ Rule = Literal["before", "torch"]
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one tensor.
-
-    Example:
-        >>> TensorSpec("layers.0.kernel", (256, 1024), "float32").num_bytes
-        1048576
-    """
+    """Name, shape and dtype of one tensor, such as ``TensorSpec("layers.0.kernel", (256, 1024), "float32")``."""
 
     name: str
     shape: tuple[int, ...]
@@ -136,8 +130,6 @@ def plan_buckets(
 
     Example:
         >>> tensors = [TensorSpec(name, (256, 1024), "float32") for name in "dcba"]  # 1 MiB each
-        >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, 2.5).buckets]
-        [['d', 'c'], ['b', 'a']]
         >>> [[t.name for t in bucket.tensors] for bucket in plan_buckets(tensors, [1, 3]).buckets]
         [['d'], ['c', 'b', 'a']]
     """
@@ -146,8 +138,16 @@ def plan_buckets(
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
-    for tensor in _checked(tensors):
+    names: set[str] = set()
+    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
+        if not isinstance(tensor, TensorSpec):
+            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
+        if tensor.name in names:
+            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
+        names.add(tensor.name)
         dtype, size = tensor.dtype, tensor.num_bytes
+        if not size:
+            continue
         number, held = opened.get(dtype, (0, 0))
         cap = caps[min(number, len(caps) - 1)]
         if rule == "before" and 0 < held and held + size > cap:
@@ -165,22 +165,19 @@ def plan_buckets(
 def plan_all_reduces(
     tensors: Iterable[TensorSpec], bucket_mb: BucketMb = "default", *, rule: Rule = "before"
 ) -> BucketPlan:
-    """Plans the buckets of ``bucketed``: ``plan_buckets`` with a default cap that grows with the model.
+    """``plan_buckets`` with default caps that grow with the model, for ``bucketed``.
 
-    The default caps are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then
-    four times the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then
-    send 9 to 13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is
-    PyTorch's own. ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
-
-    Raises:
-        ValueError: As ``plan_buckets``.
+    They are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then four times
+    the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then send 9 to
+    13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is PyTorch's own.
+    ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
 
     Example:
         >>> tensors = [TensorSpec(f"{index}", (256, 1024), "float32") for index in range(400)]  # 1 MiB each
         >>> [len(bucket.tensors) for bucket in plan_all_reduces(tensors).buckets]
         [1, 25, 50, 50, 50, 50, 50, 50, 50, 24]
     """
-    tensors = _checked(tensors)
+    tensors = list(tensors)
     if bucket_mb == "default" and rule == "before":
         share_mb = sum(tensor.num_bytes for tensor in tensors) * DEFAULT_SHARE / MIB
         bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB]
@@ -190,21 +187,12 @@ def plan_all_reduces(
 
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
-    """Plans one bucket per tensor; ``tensors`` in the order in which their gradients become ready.
-
-    Raises:
-        ValueError: If a name occurs twice.
-    """
-    return BucketPlan(tuple(Bucket((tensor,)) for tensor in _checked(tensors)), after_backward)
+    """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
+    return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)
 
 
 def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
-    """Counts collectives by kind, given as ``(kind, bytes)``.
-
-    Example:
-        >>> describe_collectives([("all-reduce", 2**20), ("all-reduce", 2**19)])
-        '2 all-reduces, 1.5 MiB per step'
-    """
+    """Counts collectives by kind, given as ``(kind, bytes)``, such as ``"2 all-reduces, 1.5 MiB per step"``."""
     if not collectives:
         return "none"
     counts = Counter(kind for kind, _ in collectives)
@@ -213,10 +201,7 @@ def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Computes the bytes per element of a dtype from its name.
-
-    Raises:
-        ValueError: If the name holds no width.
+    """Bytes per element of a dtype, from its name, which must hold a width.
 
     Example:
         >>> dtype_bytes("bfloat16"), dtype_bytes("float8_e4m3fn"), dtype_bytes("bool")
@@ -231,12 +216,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def chunk_elements(num_elements: int, num_ranks: int) -> int:
-    """Computes the elements of one rank's chunk of a tensor, padding included: ceil(n / N).
-
-    Example:
-        >>> chunk_elements(10, 4), chunk_elements(1, 4), chunk_elements(0, 4)
-        (3, 1, 0)
-    """
+    """Elements of one rank's chunk of a tensor of n, which is padded to N chunks of ceil(n / N)."""
     return -(-num_elements // num_ranks)
 
 
@@ -266,21 +246,27 @@ def tpu_width(width: int) -> int:
 
 
 def bucket_width(bucket: Bucket, num_ranks: int) -> int:
-    """Computes the length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
+    """Length of a row of a bucket's ``[num_ranks, width]`` buffer: the sum of its tensors' chunks."""
     return sum(chunk_elements(tensor.num_elements, num_ranks) for tensor in bucket.tensors)
 
 
-def _checked(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Leaves out tensors without elements, and refuses a name that occurs twice."""
-    checked: dict[str, TensorSpec] = {}
-    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
-        if not isinstance(tensor, TensorSpec):
-            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
-        if tensor.name in checked:
-            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
-        if tensor.num_elements > 0:
-            checked[tensor.name] = tensor
-    return list(checked.values())
+def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, ...]]) -> list[int]:
+    """Assigns whole parameters to ranks: the largest first, each to the rank that has least so far.
+
+    The fullest rank then has at most 1/N of everything plus the largest parameter.
+
+    ``costs`` are of each parameter, such as its bytes; of several numbers the first is balanced, the others decide
+    ties. ``loads`` are what each rank has already, in the same numbers.
+
+    Example:
+        >>> assign_owners([(3,), (5,), (4,), (2,)], [(0,), (0,)])
+        [1, 0, 1, 0]
+    """
+    totals, owners = list(loads), [0] * len(costs)
+    for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal ones keep their order
+        owner = owners[place] = min(range(len(totals)), key=totals.__getitem__)
+        totals[owner] = tuple(map(sum, zip(totals[owner], costs[place], strict=True)))
+    return owners
 
 
 def _caps_bytes(bucket_mb: BucketMb) -> list[float]:

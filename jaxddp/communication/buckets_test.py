@@ -7,7 +7,7 @@ import pytest
 
 import jaxddp
 from jaxddp.communication.buckets import TensorSpec, plan_all_reduces, plan_buckets, plan_per_tensor
-from jaxddp.communication.buffers import pack, unpack
+from jaxddp.communication.reduction import pack, unpack
 from jaxddp.comparison_test import refusal
 from jaxddp.models import abstract
 from jaxddp.tree import tensor_specs

@@ -4,20 +4,21 @@ Every rank of a named axis calls the function with its own ``x`` (a rank is a de
 collective operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
 ``bus factor`` to get a number that can be compared with the speed of the links.
 
-| function       | input per rank | output per rank  | sent per rank on a ring | bus factor | compiles to        |
-|----------------|----------------|------------------|-------------------------|------------|--------------------|
-| all_reduce     | [...]          | [...]            | 2 (N-1)/N S             | 2 (N-1)/N  | all-reduce         |
-| reduce_scatter | [N k, ...] = S | [k, ...]         | (N-1)/N S               | (N-1)/N    | reduce-scatter     |
-| all_gather     | [k, ...]       | [N k, ...] = S   | (N-1)/N S               | (N-1)/N    | all-gather         |
-| broadcast      | [...]          | [...]            | 2 (N-1)/N S             | 1          | all-reduce         |
-| reduce         | [...]          | [...], 0 off root| 2 (N-1)/N S             | 1          | all-reduce         |
-| send_recv      | [...]          | [...]            | S if it sends           | 1          | collective-permute |
+| function       | rank r gives    | rank r gets               | sent on a ring   | bus factor | compiles to        |
+|----------------|-----------------|---------------------------|------------------|------------|--------------------|
+| all_reduce     | x_r, [...]      | x_0 + ... + x_{N-1}       | 2 (N-1)/N S      | 2 (N-1)/N  | all-reduce         |
+| reduce_scatter | x_r, [N k, ...] | part r of it, [k, ...]    | (N-1)/N S        | (N-1)/N    | reduce-scatter     |
+| all_gather     | x_r, [k, ...]   | all x_i,      [N k, ...]  | (N-1)/N S        | (N-1)/N    | all-gather         |
+| broadcast      | x_r, [...]      | x_root                    | 2 (N-1)/N S      | 1          | all-reduce         |
+| reduce         | x_r, [...]      | the sum, 0 off the root   | 2 (N-1)/N S      | 1          | all-reduce         |
+| send_recv      | x_r, [...]      | x_s if (s, r) is a pair   | S if it sends    | 1          | collective-permute |
 
 Between processes on CPUs, `reduce_scatter` compiles to an all-to-all and, between two of them, both it and `all_gather`
 compile to an all-reduce of S / 2 bytes, for the reasons in ``gloo.py``.
-Arrays of length 0 are allowed: the result is empty and nothing is sent. Sums are in the dtype of ``x``. Under
-``check_vma=True`` the results of `all_reduce` and `broadcast` are known to be equal on all ranks and may leave
-`jax.shard_map` under ``out_specs=P()``; those of the others may not, not even `all_gather`'s.
+All raise a ValueError if ``x`` is no array or no map binds the axis. Arrays of length 0 are allowed: the result is
+empty and nothing is sent. Sums are in the dtype of ``x``. Under ``check_vma=True`` the results of `all_reduce` and
+`broadcast` are known to be equal on all ranks and may leave `jax.shard_map` under ``out_specs=P()``; those of the
+others may not, not even `all_gather`'s.
 
 References:
     NVIDIA, `nccl-tests, Performance reported by NCCL tests
@@ -64,15 +65,7 @@ def is_silent() -> bool:
 
 
 def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
-    """Sums over the ranks; every rank gets the full sum.
-
-    It is a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
-
-    | rank | input | output              |
-    |------|-------|---------------------|
-    | r    | x_r   | x_0 + ... + x_{N-1} |
-
-    Each rank sends 2 (N-1)/N S bytes on a ring; bus factor 2 (N-1)/N.
+    """Sums over the ranks, by a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -82,20 +75,13 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
         >>> mesh = data_mesh(4)
         >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(4)))
         [6]
-
-    Raises:
-        ValueError: If ``x`` is no array, or no map binds the axis; so in all functions here.
     """
     _check_call(x, axis)
     return x if is_silent() else lax.psum(x, axis)
 
 
 def axis_size(axis: Axis) -> int:
-    """Counts the ranks of a mesh axis.
-
-    Raises:
-        ValueError: If the caller is not inside of a map over it.
-    """
+    """Number of ranks of a mesh axis; a ValueError outside of a map over it."""
     try:
         return lax.axis_size(axis)
     except (NameError, TypeError, ValueError) as error:
@@ -142,17 +128,7 @@ def kind_of(kind: str, num_ranks: int, platform: str) -> str:
 
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum.
-
-    | rank | input                         | output                  |
-    |------|-------------------------------|-------------------------|
-    | r    | [N k, ...] = chunks x_r[0..N) | [k, ...] = sum_i x_i[r] |
-
-    Each rank sends (N-1)/N S bytes on a ring, S the bytes of the input; bus factor (N-1)/N.
-
-    Raises:
-        ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
-    """
+    """Sums over the ranks; rank r gets the r-th of N equal parts of the sum; a ValueError if N does not divide it."""
     num_ranks = _check_call(x, axis)
     chunk_length = length_of_chunk(x.shape, num_ranks)
     if x.size == 0:
@@ -164,29 +140,20 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
             return gloo.scatter_by_swap(x, axis)
         case "all-to-all":
             return gloo.scatter_by_all_to_all(x, axis)
-    if _is_row(x, chunk_length):
+    if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
 def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool = False) -> jax.Array:
-    """Concatenates the ranks' arrays along dimension 0; every rank gets the full array.
-
-    | rank | input          | output                                 |
-    |------|----------------|----------------------------------------|
-    | r    | [k, ...] = x_r | [N k, ...] = concat(x_0, ..., x_{N-1}) |
-
-    Each rank sends (N-1)/N S bytes on a ring, S the bytes of the output; bus factor (N-1)/N.
+    """Concatenates the ranks' arrays along dimension 0, which ``x`` must have; every rank gets the full array.
 
     ``equal`` declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
     ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
 
     ``as_bits`` sends bfloat16 as integers, without a derivative: XLA for CPUs would convert it to float32, which a sum
     needs and a gather does not.
-
-    Raises:
-        ValueError: If ``x`` has no dimension 0.
     """
     num_ranks = _check_call(x, axis)
     length_of_chunk(x.shape, 1)
@@ -200,25 +167,17 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     if is_swap and not (equal and varying(lax.axis_index(axis))):
         return gloo.gather_by_swap(x, axis)
     to = "invarying" if equal else "varying"
-    if _is_row(x, len(x)):
+    if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]
     return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
-    """Gives every rank the root's array.
+    """Gives every rank the root's array, by an all-reduce of zeros but for the root's; -0.0 may arrive as 0.0.
 
-    | rank | input | output |
-    |------|-------|--------|
-    | r    | x_r   | x_root |
-
-    It is an all-reduce in which all ranks but the root contribute zeros. Each rank sends 2 (N-1)/N S bytes; NCCL's
-    pipelined broadcast sends S. The alternatives are no better: XLA has a broadcast on GPUs only, a tree of sends takes
-    log2(N) S on its longest path, an all-gather sends (N-1) S, and ``check_vma=True`` does not accept any of their
-    results as equal on all ranks. Bus factor 1 (of NCCL's broadcast). A floating-point -0.0 may arrive as 0.0.
-
-    Raises:
-        ValueError: If ``root`` is no rank of the axis.
+    NCCL's pipelined broadcast sends S. The alternatives are no better: XLA has a broadcast on GPUs only, a tree of
+    sends takes log2(N) S on its longest path, an all-gather sends (N-1) S, and ``check_vma=True`` does not accept any
+    of their results as equal on all ranks.
     """
     check_root(root, _check_call(x, axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
@@ -226,67 +185,25 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
 
 
 def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
-    """Sums over the ranks; the root gets the sum, the others get zeros.
-
-    | rank  | input  | output              |
-    |-------|--------|---------------------|
-    | root  | x_root | x_0 + ... + x_{N-1} |
-    | other | x_r    | 0                   |
-
-    It is an all-reduce whose result is kept on the root only, because XLA has no reduction to one rank. Each rank sends
-    2 (N-1)/N S bytes, where NCCL's pipelined reduce sends S. Bus factor 1 (of NCCL's reduce).
-
-    Raises:
-        ValueError: If ``root`` is no rank of the axis.
-    """
+    """Sums over the ranks; the root gets the sum, the others zeros: XLA has no reduction to one rank."""
     check_root(root, _check_call(x, axis))
     total = lax.psum(x, axis)
     return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
 
 
 def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends along ``pairs`` (from rank, to rank) at once; every rank gets what was sent to it.
-
-    | rank | input | output                                         |
-    |------|-------|------------------------------------------------|
-    | r    | x_r   | x_s if (s, r) is one of the pairs, otherwise 0 |
-
-    A rank that sends sends S bytes; bus factor 1.
-
-    Raises:
-        ValueError: If a rank of ``pairs`` is not on the axis, or one sends or is sent to more than once.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from jaxddp.mesh import data_mesh
-        >>> def shift(x):
-        ...     return send_recv(x, axis="data", pairs=[(0, 1), (1, 2), (2, 3)])
-        >>> spec = P("data")
-        >>> print(jax.shard_map(shift, mesh=data_mesh(4), in_specs=spec, out_specs=spec)(jnp.arange(1, 5)))
-        [0 1 2 3]
-    """
+    """Sends along ``pairs`` (from rank, to rank), where each rank occurs once at most a side; the others get zeros."""
     check_pairs(pairs, _check_call(x, axis))
     return lax.ppermute(x, axis, pairs)
 
 
-def _is_row(x: jax.Array, chunk_length: int) -> bool:
-    """Whether each rank has one row of a buffer, on TPUs, where XLA makes all-reduces of parts of other lengths."""
-    return chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu"
-
-
 def _padded(rows: jax.Array) -> jax.Array:
+    """Rows of one buffer, one a rank, of a length of which XLA for TPUs makes no all-reduce."""
     return jnp.pad(rows, ((0, 0), (0, tpu_width(rows.shape[1]) - rows.shape[1])))
 
 
 def _check_call(x: Any, axis: Axis) -> int:
-    """Checks what every collective is given.
-
-    Returns:
-        The number of ranks along the axis.
-
-    Raises:
-        ValueError: If ``x`` is no array, or no map binds the axis.
-    """
+    """Number of ranks along the axis; refuses what is no array, and an axis that no map binds."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"x (={x!r}) must be an array")
     return axis_size(axis)

@@ -2,25 +2,17 @@
 
 **Wrong.** XLA's reduce-scatter: Gloo's routine sends from a buffer while it writes this rank's result to the front of
 that buffer. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the
-sum, without any error: one call in ten with two processes, chunks of 12 MiB and ranks that arrive at different times.
-It also times out if ranks arrive 30 seconds apart, whatever timeout XLA was given. Seen with jaxlib 0.10.
-
-An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct. On loopback it took half as
-long.
+sum, without any error, and the call times out if ranks arrive 30 seconds apart. Seen with jaxlib 0.10. An all-to-all of
+the chunks, summed by the receiver, sends the same bytes, is correct and takes half as long on loopback.
 
 **Slow.** All that two processes exchange takes one connection, and Gloo sends no data before the peer has announced its
-receive there. XLA's all-to-all and collective-permute, and Gloo's all-gather, post the send first. The rank that
-arrives later knows the other's receive, so its data go out at once, and its own announcement waits behind them: the
-link's directions take turns. For D bytes each way at a rate of W:
-
-    all-to-all, collective-permute    2 D/W
-    all-gather                        1.5 D/W, because it posts two halves
-    all-reduce of D bytes             D/W, because it posts receives first
+receive there. What posts its send first makes the later rank's announcement wait behind its data, so that the link's
+directions take turns. For D bytes each way at a rate of W, an all-to-all and a collective-permute take 2 D/W, an
+all-gather, which posts two halves, 1.5 D/W, and an all-reduce of D bytes, which posts receives first, D/W.
 
 Among two ranks, an exchange is therefore an all-reduce (``swap``): as integers, the sum minus a rank's own words is
-what the other has sent, bit for bit. Among more ranks a ring's neighbours have connections of their own.
-
-Plans list the collective that is used.
+what the other has sent, bit for bit. Among more ranks a ring's neighbours have connections of their own. Plans list the
+collective that is used.
 
 References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
@@ -40,12 +32,7 @@ _WORD = jnp.uint32
 
 
 def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
-    """Bytes of the all-reduce by which two ranks swap so many elements each.
-
-    Example:
-        >>> swapped_bytes(5, 4), swapped_bytes(5, 2)
-        (20, 12)
-    """
+    """Bytes of the all-reduce by which two ranks swap so many elements each, in words of 4 bytes."""
     return -(-num_elements * dtype_bytes // 4) * 4
 
 
@@ -53,27 +40,14 @@ def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
 def swap(x: jax.Array, axis: Any) -> jax.Array:
     """Gives each of two ranks the other's array, by an all-reduce of as many bytes.
 
-    | rank | input | words summed  | less one's own | output |
-    |------|-------|---------------|----------------|--------|
-    | 0    | x_0   | w_0 + w_1     | w_1            | x_1    |
-    | 1    | x_1   | w_0 + w_1     | w_0            | x_0    |
-
-    w are the bits as unsigned 32-bit integers, whose sums wrap around. On a ring, an all-reduce of S bytes sends
-    2 (N-1)/N S: S from each of two ranks, as an exchange does.
+    Both sum their bits as unsigned 32-bit integers, which wrap around, and take their own off. On a ring, an all-reduce
+    of S bytes sends 2 (N-1)/N S: S from each of two ranks, as an exchange does.
     """
     words = _words(x)
     return _from_words(lax.psum(words, axis) - words, x)
 
 
-def _swap_forward(x: jax.Array, axis: Any) -> tuple[jax.Array, None]:
-    return swap(x, axis), None
-
-
-def _swap_backward(axis: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (swap(gradient, axis),)
-
-
-swap.defvjp(_swap_forward, _swap_backward)
+swap.defvjp(lambda x, axis: (swap(x, axis), None), lambda axis, _, gradient: (swap(gradient, axis),))
 
 
 def scatter_by_swap(x: jax.Array, axis: str) -> jax.Array:

@@ -5,21 +5,19 @@ The latter are in no bucket plan: gathers and scatters of zero3's units, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ..interpreter import CHECKPOINT, TRANSPARENT
-from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from . import gloo
 from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, tpu_width
 from .collectives import kind_of
+from .traces import CONSTANT, VARIES, ZERO, follow
 
 _KINDS = {
     "all_gather": "all-gather",
@@ -33,57 +31,26 @@ _KINDS = {
     "ppermute": "collective-permute",
 }
 
-_VARIES, _CONSTANT, _ZERO = range(3)  # what is known of a value when the program is compiled
-_KEEP_ZERO = frozenset(  # zeros if all inputs are
-    "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
-    " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
-)
-_ZERO_OF_A_ZERO = ("mul", "dot_general")
-_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
-_CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
-
 
 class Planned(NamedTuple):
-    """A planned collective.
+    """A planned collective."""
 
-    Attributes:
-        kind: As in a compiled program.
-        num_bytes: Of the full buffer on the wire.
-        axes: The mesh axes along which ranks take part.
-    """
-
-    kind: str
-    num_bytes: int
-    axes: tuple[str, ...]
+    kind: str  # as in a compiled program
+    num_bytes: int  # of the full buffer on the wire
+    axes: tuple[str, ...]  # the mesh axes along which ranks take part
 
 
 class TracedCollectives(NamedTuple):
-    """Collectives in the order of the trace; those in a scan once per round.
+    """Collectives in the order of the trace; those in a scan once per round."""
 
-    Attributes:
-        each: Those of every micro-batch.
-        once: Those of constants, which XLA takes out of the loop over micro-batches.
-    """
-
-    each: list[Planned]
-    once: list[Planned]
+    each: list[Planned]  # in every micro-batch
+    once: list[Planned]  # of constants, which XLA takes out of the loop over micro-batches
 
 
 def planned_collectives(
     strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
-    """Lists what a plan communicates in one step.
-
-    Args:
-        strategy: The plan's strategy.
-        plan: The plan.
-        num_ranks: Number of ranks; one rank communicates nothing.
-        platform: What it is compiled for.
-        num_microbatches: Parts of each rank's batch.
-
-    Returns:
-        ``(kind, bytes of the full buffer on the wire)`` in launch order.
-    """
+    """Lists ``(kind, bytes of the full buffer on the wire)`` of what a plan communicates in one step over one axis."""
     ranks = Ranks("data", num_ranks, num_ranks)
     return [(one.kind, one.num_bytes) for one in planned_along(strategy, plan, ranks, platform, num_microbatches)]
 
@@ -91,7 +58,7 @@ def planned_collectives(
 def planned_along(
     strategy: Strategy, plan: BucketPlan, ranks: Ranks, platform: str, num_microbatches: int
 ) -> list[Planned]:
-    """Lists what a plan communicates in one step, and along which mesh axes; arguments as ``planned_collectives``."""
+    """Lists what a plan communicates in one step, in launch order; ``strategy`` is the one that has made the plan."""
     if ranks.num_ranks == 1 or not strategy.sends:
         return []
     shards, replicas, num_shards = (ranks.shard_axis,), ranks.replica_axes, ranks.num_shards
@@ -127,22 +94,7 @@ def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: s
 
 
 def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, platform: str) -> tuple[str, int]:
-    """Says what a reduce-scatter, an all-gather or an all-to-all compiles to.
-
-    Args:
-        kind: Which of them.
-        num_elements: Of the full buffer.
-        dtype: Of the buffer.
-        num_ranks: Number of ranks that exchange.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-        ``(kind, bytes on the wire)``.
-
-    Example:
-        >>> planned_exchange("reduce-scatter", 8, "float32", 2, "gpu")
-        ('reduce-scatter', 32)
-    """
+    """What a reduce-scatter, an all-gather or an all-to-all of a full buffer compiles to: its kind and bytes."""
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
     if platform == "tpu" and kind != "all-to-all":
         num_elements = num_ranks * tpu_width(num_elements // num_ranks)
@@ -152,90 +104,28 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
 
 
 def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False) -> TracedCollectives:
-    """Lists the gathers and scatters of shards that the program's results depend on.
+    """Lists the gathers and scatters of shards that a program's results depend on.
 
-    Args:
-        program: From ``jax.make_jaxpr``.
-        platform: What it is compiled for.
-        of_loss: Instead those that the loss function calls itself, as BatchNorm does over an axis.
+    ``of_loss``: instead those that the loss function calls itself, as BatchNorm does over an axis.
     """
-    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
     found = TracedCollectives([], [])
-    _collect(needed, platform, [_VARIES] * len(needed.invars), found, 1, of_loss, is_sync=False)
-    return found
 
-
-def _collect(
-    jaxpr: Any, platform: str, inputs: Sequence[int], found: TracedCollectives, times: int, of_loss: bool, is_sync: bool
-) -> list[int]:
-    """Adds a program's collectives to ``found``; returns what is known of its results.
-
-    A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
-    """
-    known = {**dict.fromkeys(jaxpr.constvars, _CONSTANT), **dict(zip(jaxpr.invars, inputs, strict=True))}
-
-    def of(atom: Any) -> int:
-        if isinstance(atom, core.Literal):
-            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else _CONSTANT
-        return known[atom]
-
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, [of(atom) for atom in equation.invars]
-        result = _VARIES if name in _NEVER_CONSTANT else min(operands, default=_CONSTANT)
-        if name == "dynamic_slice" and operands[0] == _ZERO:
-            result = _ZERO  # wherever it starts
-        elif result == _ZERO and name not in _KEEP_ZERO:
-            result = _CONSTANT
-        kind = _KINDS.get(name)
-        # The names inside a call may lack those of its own scope.
-        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
-        if kind and in_sync != of_loss and min(operands, default=_ZERO) != _ZERO:
+    def add(equation: Any, operands: list[int], times: int, is_sync: bool) -> None:
+        kind = _KINDS.get(equation.primitive.name)
+        # A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
+        if kind and is_sync != of_loss and min(operands, default=ZERO) != ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
-            of_kind = found.once if min(operands) == _CONSTANT else found.each
+            of_kind = found.once if min(operands) == CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
-        if name in _ZERO_OF_A_ZERO and _ZERO in operands:
-            result = _ZERO
-        results = [result] * len(equation.outvars)
-        rounds = equation.params["length"] if name == "scan" else 1
-        for inner in core.jaxprs_in_params(equation.params):
-            is_call = name in _CALLS and len(inner.invars) == len(operands)
-            given = operands if is_call else [_VARIES] * len(inner.invars)
-            of_inner = _collect(inner, platform, given, found, times * rounds, of_loss, in_sync)
-            results = of_inner if is_call else results
-        known.update(zip(equation.outvars, results, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
 
-
-def zeros(program: core.ClosedJaxpr) -> list[bool]:
-    """Finds which outputs of a traced program are zeros whatever its inputs are, as XLA does, which drops their sums.
-
-    Args:
-        program: What ``jax.make_jaxpr`` returns.
-
-    Returns:
-        For each output whether it is known to be zeros; others may be, by an arithmetic that is not followed.
-    """
-    inputs = [_VARIES] * len(program.jaxpr.invars)
-    known = _collect(program.jaxpr, "gpu", inputs, TracedCollectives([], []), 1, of_loss=False, is_sync=False)
-    return [of_output == _ZERO for of_output in known]
+    follow(core.ClosedJaxpr(needed, needed.constvars), [VARIES] * len(needed.invars), add)
+    return found
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:
-    """Counts the bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32.
-
-    Args:
-        num_elements: Of the buffer.
-        dtype: Of the buffer.
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> wire_bytes(8, "bfloat16", "cpu"), wire_bytes(8, "bfloat16", "gpu")
-        (32, 16)
-    """
+    """Bytes of a buffer that is summed: XLA's collectives for CPUs convert bfloat16 to float32."""
     name = str(dtype)
     return num_elements * (4 if (platform, name) == ("cpu", "bfloat16") else dtype_bytes(name))

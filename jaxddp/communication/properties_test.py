@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import jaxddp
-from jaxddp.communication import buffers, sharding
+from jaxddp.communication import reduction, sharding
 from jaxddp.communication.buckets import MIB, TensorSpec, bucket_width, plan_buckets, plan_per_tensor
+from jaxddp.layout import Leaf
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -93,13 +94,13 @@ def test_a_plan_holds_every_tensor_once_within_the_caps(tensors, bucket_mb, rule
 @given(tensors_of(), CAPS, RULES)
 def test_packed_tensors_come_back(tensors, bucket_mb, rule):
     values, found = values_of(tensors), {}
-    with numpy_for(buffers):
+    with numpy_for(reduction):
         for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
-            packed = buffers.pack(bucket, values)
+            packed = reduction.pack(bucket, values)
             assert packed.dtype == bucket.dtype
             end_to_end = np.concatenate([values[tensor.name].ravel() for tensor in bucket.tensors])
             np.testing.assert_array_equal(np.ravel(packed), end_to_end)
-            found |= buffers.unpack(bucket, packed)
+            found |= reduction.unpack(bucket, packed)
     assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
 
 
@@ -125,9 +126,10 @@ def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
     assert len(cut.shard_shape) == max(len(shape), 1)  # masks by ndim mean the same
     (tensor,) = values_of([TensorSpec("t", shape, dtype)]).values()
     with numpy_for(sharding):
-        rows, laid_out = cut.to_rows(tensor), cut.to_global(tensor)
+        rows, leaf = cut.to_rows(tensor), Leaf(cut.shape, tensor.dtype, cut)
+        laid_out = leaf.to_global(tensor)
         shards = [row.reshape(cut.shard_shape) for row in rows]
-        assert_same({"rows": cut.from_rows(rows), "global": cut.from_global(laid_out)},
+        assert_same({"rows": cut.from_rows(rows), "global": leaf.from_global(laid_out)},
                     {"rows": tensor, "global": tensor})  # fmt: skip
         assert laid_out.shape == cut.global_shape
         np.testing.assert_array_equal(np.concatenate(shards, axis=-1 if cut.dim is None else cut.dim), laid_out)
@@ -158,6 +160,8 @@ def test_a_tensor_is_cut_along_the_first_dimension_that_the_ranks_divide(shape, 
 )
 def test_what_lies_on_a_rank_is_that_ranks_shard(which):
     mesh, tensor = jaxddp.data_mesh(4), np.arange(np.prod(which.shape)).reshape(which.shape)
-    placed = jax.device_put(which.to_global(tensor), NamedSharding(mesh, which.spec("data")))
+    placed = jax.device_put(
+        Leaf(which.shape, tensor.dtype, which).to_global(tensor), NamedSharding(mesh, which.spec("data"))
+    )
     for rank, shard in enumerate(placed.addressable_shards):
         np.testing.assert_array_equal(shard.data, which.local_shard(tensor, rank))

@@ -1,6 +1,7 @@
 """Carries out a bucket plan: gradients are packed into buffers, summed over ranks, and divided.
 
-    buffer[k] = pack(gradients of bucket k)       as soon as its last gradient is ready
+    buffer[k] = pack(gradients of bucket k)       as soon as its last gradient is ready; one tensor is not copied,
+                                                  nor are large ones on GPUs, where one all-reduce takes several arrays
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
@@ -14,7 +15,7 @@ number: 0, but XLA cannot know this, and it is not available before A is.
 
 XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
 numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
-Tokens also order the units of stage 3 (``zero/ordering.py``), and make every micro-batch gather them anew.
+Tokens also order the units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
 from __future__ import annotations
@@ -27,10 +28,49 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..scopes import SYNC_SCOPE
-from .buckets import Bucket, BucketPlan
+from .buckets import MIB, Bucket, BucketPlan
 from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
+# Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
+LARGE_BYTES = MIB
+MAX_JOINED = 256  # arrays in one all-reduce: XLA's limit
+
+
+def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
+    """Concatenates the tensors of a bucket to ``[elements]``; a bucket of one gives that tensor, uncopied."""
+    if len(bucket.tensors) == 1:
+        return tensors[bucket.tensors[0].name]
+    return jnp.concatenate([tensors[tensor.name].reshape(-1) for tensor in bucket.tensors])
+
+
+def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket, by name."""
+    tensors: dict[str, jax.Array] = {}
+    if isinstance(buffer, tuple):
+        for part, packed in zip(_parts(bucket), buffer, strict=True):
+            tensors |= unpack(part, packed)
+        return tensors
+    if len(bucket.tensors) == 1:
+        return {bucket.tensors[0].name: buffer}
+    offset = 0
+    for tensor in bucket.tensors:
+        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
+        offset += tensor.num_elements
+    return tensors
+
+
+def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
+    """Gives the large tensors of a bucket as they are, and a buffer of the others; all packed if XLA cannot join so."""
+    parts = _parts(bucket)
+    return pack(bucket, tensors) if len(parts) > MAX_JOINED else tuple(pack(part, tensors) for part in parts)
+
+
+def _parts(bucket: Bucket) -> list[Bucket]:
+    """Each large tensor of a bucket by itself, in its order, and after them all small ones."""
+    large = [Bucket((tensor,)) for tensor in bucket.tensors if tensor.num_bytes >= LARGE_BYTES]
+    small = tuple(tensor for tensor in bucket.tensors if tensor.num_bytes < LARGE_BYTES)
+    return [*large, Bucket(small)] if small else large
 
 
 def sends_uncopied(plan: BucketPlan) -> bool:
@@ -55,15 +95,10 @@ class Wire(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Mean gradients.
+    """Mean gradients."""
 
-    Attributes:
-        grads: What this rank keeps of each, by name.
-        squares: Their sum of squares, if it was computed on the way; it holds the order of the buckets.
-    """
-
-    grads: dict[str, jax.Array]
-    squares: jax.Array | None = None
+    grads: dict[str, jax.Array]  # what this rank keeps of each, by name
+    squares: jax.Array | None = None  # their sum, if it was computed on the way; it holds the order of the buckets
 
 
 @jax.named_scope(SYNC_SCOPE)
@@ -83,9 +118,6 @@ def reduce_buckets(
         divisor: Of the sums.
         number: Of the micro-batch, where each one is reduced: then at most two buckets are in flight, which saves
             memory, since one arrives while the next one fills.
-
-    Returns:
-        What this rank keeps of each mean.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))
@@ -151,11 +183,7 @@ def wide(value: Any) -> jax.Array:
 
 
 def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) -> None:
-    """Refuses gradients that a plan is not of, or that autodiff has summed already.
-
-    Raises:
-        ValueError: If names or shapes differ from the plan's, or a gradient does not vary over the ranks.
-    """
+    """Refuses gradients whose names or shapes are not a plan's, or that autodiff has summed over ranks already."""
     tensors = {tensor.name: tensor for bucket in plan.buckets for tensor in bucket.tensors}
     rule = "plan and grads must be of one model"
     if missing := sorted(set(tensors) - set(grads)):
@@ -177,12 +205,9 @@ def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) ->
 
 
 def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
-    """Makes a zero that is available no earlier than some arrays.
+    """Gives arrays, to be used instead of these, and a scalar 0 that is available no earlier.
 
     Equal arrays are not merged if their numbers differ.
-
-    Returns:
-        The arrays, to be used instead, and the token, a scalar of value 0.
     """
     values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
     return values, hidden - number

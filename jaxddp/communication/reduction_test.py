@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxddp
 from jaxddp import replicated
-from jaxddp.communication import buffers, reduction
+from jaxddp.communication import reduction
 from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
 from jaxddp.communication.reduction import Wire, reduce_buckets
 from jaxddp.communication.sharding import cut, pack_rows, unpack_row
@@ -28,12 +28,12 @@ def unsent(name, grad):
 
 @pytest.mark.parametrize("wire", ["packed", "as they are", "rows"])
 def test_means_and_their_squares(monkeypatch, wire):
-    monkeypatch.setattr(buffers, "LARGE_BYTES", 48)
+    monkeypatch.setattr(reduction, "LARGE_BYTES", 48)
     cuts = {name: cut(shape, NUM_RANKS) for name, shape in SHAPES.items()}
     last = NUM_RANKS - 1  # whose part is the one that is padded
     wires = {
-        "packed": Wire(buffers.pack, lambda buffer, key: buffer, buffers.unpack, unsent),
-        "as they are": Wire(buffers.pack_small, lambda buffer, key: buffer, buffers.unpack, unsent),
+        "packed": Wire(reduction.pack, lambda buffer, key: buffer, reduction.unpack, unsent),
+        "as they are": Wire(reduction.pack_small, lambda buffer, key: buffer, reduction.unpack, unsent),
         "rows": Wire(
             lambda bucket, grads: pack_rows(bucket, grads, cuts),
             lambda rows, key: rows[last],
@@ -67,7 +67,7 @@ def sent(grads, plan, monkeypatch, *, joins):
 
 
 def test_large_tensors_are_sent_as_they_are_and_small_ones_packed_where_arrays_are_joined(monkeypatch):
-    monkeypatch.setattr(buffers, "LARGE_BYTES", 48)
+    monkeypatch.setattr(reduction, "LARGE_BYTES", 48)
     plan = plan_buckets(SPECS, [170 / 2**20])
     assert [len(bucket.tensors) for bucket in plan.buckets] == [4, 1]
     values = np.random.default_rng(0)
@@ -83,8 +83,8 @@ def test_large_tensors_are_sent_as_they_are_and_small_ones_packed_where_arrays_a
 
 
 def test_more_tensors_than_xla_joins_are_packed(monkeypatch):
-    monkeypatch.setattr(buffers, "LARGE_BYTES", 4)
-    monkeypatch.setattr(buffers, "MAX_JOINED", 3)
+    monkeypatch.setattr(reduction, "LARGE_BYTES", 4)
+    monkeypatch.setattr(reduction, "MAX_JOINED", 3)
     grads = {name: np.ones((NUM_RANKS, 2), "f") for name in "abcd"}
     specs = [TensorSpec(name, (2,), "float32") for name in grads]
     for cap, expected in ((24 / 2**20, [(2,)] * 4), (None, [(8,)])):  # three and one tensor in a bucket, or all four
@@ -96,7 +96,7 @@ def test_a_bucket_is_sent_after_the_ones_before_it(monkeypatch, number):
     """Each takes the token of the last, or GPUs would send first what is ready first, and updates would wait."""
     monkeypatch.setattr(reduction, "joins_arrays", lambda: True)
     plan = plan_per_tensor([TensorSpec(name, (2,), "float32") for name in "abc"])
-    wire = Wire(buffers.pack, lambda buffer, key: jax.lax.psum(buffer, "data"), buffers.unpack, unsent)
+    wire = Wire(reduction.pack, lambda buffer, key: jax.lax.psum(buffer, "data"), reduction.unpack, unsent)
 
     def reduce(grads):
         return reduce_buckets(plan, wire, grads, 2, number).grads

@@ -10,6 +10,15 @@ sends more than one chunk at a time. N is the number of ranks, S the bytes of th
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
+For N = 4, the chunk that a rank holds, or passes on next, after each step and, in brackets, the ranks summed in it:
+
+| rank | reduce_scatter: 0 | 1       | 2         | 3           | all_gather: 0 | 1 | 2 | 3 |
+|------|-------------------|---------|-----------|-------------|---------------|---|---|---|
+| 0    | 3 (0)             | 2 (3,0) | 1 (2,3,0) | 0 (1,2,3,0) | 0             | 3 | 2 | 1 |
+| 1    | 0 (1)             | 3 (0,1) | 2 (3,0,1) | 1 (2,3,0,1) | 1             | 0 | 3 | 2 |
+| 2    | 1 (2)             | 0 (1,2) | 3 (0,1,2) | 2 (3,0,1,2) | 2             | 1 | 0 | 3 |
+| 3    | 2 (3)             | 1 (2,3) | 0 (1,2,3) | 3 (0,1,2,3) | 3             | 2 | 1 | 0 |
+
 Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; one rank sends nothing.
 Sums are formed in ring order and in the dtype of the array: they equal those of `lax.psum` bit for bit with
 integer-valued data, and up to rounding otherwise. Call these inside `jax.shard_map` or `jax.pmap`; under
@@ -34,17 +43,6 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
-    For N = 4, the chunk that a rank holds and, in brackets, the ranks summed in it:
-
-    | rank | at the start | after step 1 | after step 2 | after step 3 |
-    |------|--------------|--------------|--------------|--------------|
-    | 0    | 3 (0)        | 2 (3,0)      | 1 (2,3,0)    | 0 (1,2,3,0)  |
-    | 1    | 0 (1)        | 3 (0,1)      | 2 (3,0,1)    | 1 (2,3,0,1)  |
-    | 2    | 1 (2)        | 0 (1,2)      | 3 (0,1,2)    | 2 (3,0,1,2)  |
-    | 3    | 2 (3)        | 1 (2,3)      | 0 (1,2,3)    | 3 (0,1,2,3)  |
-
-    Raises:
-        ValueError: If dimension 0 of ``x`` is missing or not divisible by the number of ranks.
     """
     num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
     chunks = x.reshape(num_ranks, length_of_chunk(x.shape, num_ranks), *x.shape[1:])
@@ -61,17 +59,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
 
-    A rank keeps a copy of the chunk it receives and passes it on. For N = 4, the chunk that a rank passes on next:
-
-    | rank | at the start | after step 1 | after step 2 | after step 3 |
-    |------|--------------|--------------|--------------|--------------|
-    | 0    | 0            | 3            | 2            | 1            |
-    | 1    | 1            | 0            | 3            | 2            |
-    | 2    | 2            | 1            | 0            | 3            |
-    | 3    | 3            | 2            | 1            | 0            |
-
-    Raises:
-        ValueError: If ``x`` has no dimension 0.
+    A rank keeps a copy of the chunk it receives and passes it on.
     """
     num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
     chunk_length = length_of_chunk(x.shape, 1)
@@ -86,21 +74,7 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
 def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
     """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
 
-    The array is flattened and padded with zeros until N divides its length, and both are undone at the end::
-
-        chunk = ring_reduce_scatter(padded)       [N k] -> [k]
-        total = ring_all_gather(chunk)              [k] -> [N k]
-
-    After the first half rank r holds the complete chunk r; the second half passes the complete chunks round.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from jaxddp.mesh import data_mesh
-        >>> def total(x):
-        ...     return ring_all_reduce(x, axis="data")
-        >>> mapped = jax.shard_map(total, mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
-        >>> print(jax.jit(mapped)(jnp.arange(4)))
-        [6 6 6 6]
+    The array is flattened and padded with zeros until N divides its length, and both are undone at the end.
     """
     num_ranks = _check_call(x, axis)
     padded = jnp.pad(x.reshape(-1), (0, -x.size % num_ranks))

@@ -11,11 +11,8 @@ and padded with zeros to N chunks of c = ceil(n / N).
     [a, b]        [1, c], padded           [1, N c], split along the last dimension
 
 A shard has as many dimensions as its tensor, so a mask by their number, as for weight decay, selects the same
-parameters. Shards of several tensors travel together: row r of a bucket's buffer holds those of rank r.
-
-    bucket   [N, width]  row r = shard r of each of its tensors, flat
-    scatter  [width]     = reduce-scatter of [N, width] along dimension 0
-    gather   [N, width]  = all-gather of [width]
+parameters. Shards of several tensors travel together: row r of a bucket's buffer, ``[N, width]``, holds those of rank
+r, flat. It is reduce-scattered along dimension 0 to ``[width]``, which an all-gather undoes.
 """
 
 from __future__ import annotations
@@ -39,25 +36,17 @@ from .collectives import all_reduce, reduce_scatter
 class Cut:
     """How one tensor is cut.
 
-    Attributes:
-        shape: Of the full tensor.
-        num_ranks: Number of ranks N.
-        dim: The dimension that is split; None if the tensor is flattened and padded.
-        shard_shape: Of one rank's shard: of as many dimensions as the tensor, and at least one.
-        global_shape: Of all ranks' shards as one array.
-        chunk: Elements of a shard, padding included.
-
     Example:
         >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
         ((2, 5), (5, 2), (1, 4))
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full tensor
     num_ranks: int
-    dim: int | None
-    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    chunk: int = field(init=False, repr=False, compare=False)
+    dim: int | None  # that is split; None if the tensor is flattened and padded
+    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of at least one dimension
+    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of all ranks' shards as one array
+    chunk: int = field(init=False, repr=False, compare=False)  # elements of a shard, padding included
 
     def __post_init__(self) -> None:
         """Works out the shapes."""
@@ -101,26 +90,9 @@ class Cut:
             return lax.dynamic_slice_in_dim(tensor, rank * size, size, self.dim)
         return lax.dynamic_index_in_dim(self.to_rows(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
-    def to_global(self, tensor: jax.Array) -> jax.Array:
-        """Lays a full tensor out as the array of all shards."""
-        return tensor if self.dim is not None else self.to_rows(tensor).reshape(self.global_shape)
-
-    def from_global(self, array: jax.Array) -> jax.Array:
-        """Undoes ``to_global``."""
-        return array if self.dim is not None else self.from_rows(array)
-
 
 def cut(shape: Sequence[int], num_ranks: int, dims: Iterable[int] | None = None) -> Cut:
-    """Cuts along the first of some dimensions that the number of ranks divides; flat and padded where it divides none.
-
-    Args:
-        shape: Of the full tensor.
-        num_ranks: Number of ranks.
-        dims: The dimensions to try, in order; all of them if None.
-
-    Returns:
-        The cut.
-    """
+    """Cuts along the first of some dimensions, or of all, that N divides; flat and padded where it divides none."""
     shape = tuple(shape)
     found = (dim for dim in (range(len(shape)) if dims is None else dims) if shape[dim] % num_ranks == 0)
     return Cut(shape, num_ranks, next(found, None))
@@ -150,10 +122,7 @@ def unpack_row(bucket: Bucket, row: jax.Array, cuts: Mapping[str, Cut]) -> dict[
 
 
 def scatter_sum(x: jax.Array, axis: str, replica_axes: tuple[str, ...] = ()) -> jax.Array:
-    """Sums ``[N k, ...]`` over all ranks; the r-th of the N ranks along the axis gets part r, ``[k, ...]``.
-
-    It is a reduce-scatter along the axis, and an all-reduce of the part along those of replicas, if there are any.
-    """
+    """A reduce-scatter ``[N k, ...] -> [k, ...]`` along the axis, and an all-reduce along those of replicas."""
     part = reduce_scatter(x, axis)
     return all_reduce(part, replica_axes) if replica_axes else part
 

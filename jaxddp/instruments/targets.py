@@ -285,6 +285,6 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
     trace = silent.trace(state, batch)
-    nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (*trace.tensors, *trace.constants)))
+    nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (trace.tensors | trace.constants).values()))
     function, args, options = silent.step_function(state, batch, nothing)
     return start_compile_for_target(function, args, **options)

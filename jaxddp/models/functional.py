@@ -16,7 +16,7 @@ from flax import nnx
 
 from ..arguments import check_function, check_integer
 from ..sizes import SIZES, TransformerConfig
-from ..zero.layers import layer
+from ..zero import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
 from .transformer import Transformer, rotary_tables
 

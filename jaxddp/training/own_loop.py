@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
-from ..communication.backward_order import plan_trace, trace_gradients
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
-from ..communication.reduction import check_grads, reduce_buckets
+from ..communication.reduction import check_grads
 from ..communication.reduction import divide as divide_total
+from ..communication.traces import plan_trace, trace_gradients
 from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
-from ..replicated import all_reduce_wire
+from ..replicated import all_reduce_grads
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from ..tree import like, named_leaves
@@ -189,7 +189,6 @@ def _reduced(
     ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
 ) -> dict[str, jax.Array]:
     num_ranks = axis_size(axis)
-    wire = all_reduce_wire(Ranks(axis, num_ranks, num_ranks), plan, hook)
     planned = {*plan.names}
     unsent = {name: grad for name, grad in ready.items() if name not in planned}
     if num_ranks > 1:
@@ -198,7 +197,7 @@ def _reduced(
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
     means = {name: divide_total(total, denominator) for name, total in unsent.items()}
     sent = {name: grad for name, grad in ready.items() if name in planned}
-    return means | reduce_buckets(plan, wire, sent, denominator).grads
+    return means | all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, plan, denominator).grads
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..communication.backward_order import GradientTrace, plan_trace, trace_gradients
 from ..communication.buckets import BucketPlan
 from ..communication.planned import Planned, planned_along, planned_exchange, traced_collectives
+from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
 from ..mesh import platform_of
 from ..metrics import Measure
@@ -123,7 +123,7 @@ class Programs:
             if self.layout.ranks.other_axes:
                 blocks = {name: leaf.block for name, leaf in named_leaves(self.layout.params).items()}
                 tensors, constants = (
-                    tuple(one._replace(shape=blocks[one.name]) for one in some)
+                    {at: one._replace(shape=blocks[one.name]) for at, one in some.items()}
                     for some in (trace.tensors, trace.constants)
                 )
                 trace = trace._replace(tensors=tensors, constants=constants)
@@ -166,7 +166,7 @@ class Programs:
         """Gives the training step as a function to compile, with the given plan or its own."""
         backward = self.trace(state, batch)
         plan = self.plan(state, batch) if plan is None else plan
-        constants = {tensor.name for tensor in backward.constants}
+        constants = {tensor.name for tensor in backward.constants.values()}
         if plan.buckets and (unsent := sorted({*plan.constants} - constants)):  # without buckets, nothing is sent
             raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
         step = partial(steps.train_step, self.run, backward, plan)

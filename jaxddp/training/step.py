@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from ..communication.backward_order import GradientTrace
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
 from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
 from ..communication.reduction import divide as divide_total
+from ..communication.traces import GradientTrace
 from ..loss import PartialLoss, Parts, denominator, divide
 from ..metrics import PerExample, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE

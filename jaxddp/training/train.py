@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
-from ..communication.backward_order import GradientTrace, describe_results
 from ..communication.buckets import BucketPlan
+from ..communication.traces import GradientTrace, describe_results
 from ..layout import whole
 from ..loss import partial_loss
 from ..mesh import DATA_AXIS, platform_of, rank_axis

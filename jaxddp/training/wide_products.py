@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..interpreter import bind, interpret
+from ..communication.traces import bind, interpret
 
 _MOVES = ("transpose", "reshape", "squeeze")  # what may stand between a product and the conversion of its result
 _NARROW = jnp.dtype("bfloat16")
@@ -52,7 +52,7 @@ def with_wide_products(grad_fn: Callable[..., tuple[Any, Any]], *args: Any) -> t
             inputs = [
                 lax.optimization_barrier(array) if index in apart else array for index, array in enumerate(inputs)
             ]
-        return bind(equation, inputs)
+        return bind(program.jaxpr, equation, inputs)
 
     found = interpret(program, leaves, rule) if products else core.jaxpr_as_fun(program)(*leaves)
     return jax.tree.unflatten(jax.tree.structure(out), found)

@@ -1,10 +1,23 @@
-"""Shards of parameters, and how the loss gathers them: one collective each way.
+"""Shards of parameters, how the loss gathers them, by one collective each way, and in which order.
 
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
     backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
 A shard holds the master. It is cast to the compute dtype before the gather; its gradient is summed in ``grad_dtype``
 and returned in the master's.
+
+At most three units' parameters are gathered, or wait for their scatter, at a time. A model's data dependencies do not
+order its collectives: XLA may start the gathers of later units at once, or let the backward run ahead of a
+reduce-scatter, and keep full tensors alive meanwhile. So an order token (see ``communication/reduction.py``) makes unit
+u wait for unit u - 3, and its gradient does the same for the backward:
+
+    forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
+    backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
+               shards of u           wait for  gradients into u + 1         so its second gather runs beside u + 1
+               a loop of units       waits for scattered gradients of the unit after it
+
+With two units instead, a gather that takes longer than the unit it runs beside would be waited for, though the next
+unit may compute for longer than its own gather takes.
 """
 
 from __future__ import annotations
@@ -12,15 +25,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from ..communication.collectives import all_gather, is_silent, silent, traced_platform
+from ..communication.reduction import order_token
 from ..communication.sharding import Cut, scatter_sum
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
@@ -28,19 +45,12 @@ from ..strategy import Ranks
 
 
 class Shard(NamedTuple):
-    """This rank's part of a parameter, or of rows of a stack.
-
-    Attributes:
-        local: The part.
-        leaf: Where the whole lies.
-        dtype: Of the full parameter, as the loss takes it.
-        grad_dtype: In which its gradient is summed over ranks; None if it has none.
-    """
+    """This rank's part of a parameter, or of rows of a stack."""
 
     local: jax.Array
-    leaf: Leaf
-    dtype: Any
-    grad_dtype: Any
+    leaf: Leaf  # where the whole lies
+    dtype: Any  # of the full parameter, as the loss takes it
+    grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 
     @property
     def cut(self) -> Cut:
@@ -49,12 +59,7 @@ class Shard(NamedTuple):
         return self.leaf.cut
 
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
-        """This rank's part of some rows of a stack, or of one, which lacks the leading dimension.
-
-        Args:
-            local: The part.
-            shape: Of the full rows.
-        """
+        """This rank's part of rows of a stack, which are of ``shape`` in full; one row lacks the leading dimension."""
         dropped, whole = len(self.leaf.shape) - len(shape), self.cut
         assert whole.dim is not None
         cut = Cut((*shape[: 1 - dropped], *whole.shape[1:]), whole.num_ranks, whole.dim - dropped)
@@ -74,33 +79,29 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
 
     In the backward, no gradient is used before all are computed. Otherwise XLA computes the gradients of activations
     first, for all units, and keeps alive what those of parameters still need. What has no gradient, such as a batch,
-    stays out of that barrier: it would make JAX compute one, and gather parameters for it.
-
-    Args:
-        shards: This rank's.
-        ranks: The ranks.
-        others: What else a unit takes.
-
-    Returns:
-        The full parameters, and the others. The gradient of each shard is summed over ranks.
+    stays out of that barrier: it would make JAX compute one, and gather parameters for it. Returns the full parameters,
+    and the ``others``, which a unit takes beside them.
     """
-    sends_nothing = is_silent()  # the backward is traced later, outside of the block
+    quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
     groups: dict[Any, list[int]] = {}
     for place, shard in enumerate(shards):
         groups.setdefault((shard.dtype, shard.local.dtype), []).append(place)
+    specs = {"local": [shard.leaf.shard_spec for shard in shards], "full": [shard.leaf.spec for shard in shards]}
 
-    def by_group(function: Callable[..., list[jax.Array]], arrays: Sequence[Any]) -> list[Any]:
-        """Calls ``function(shards, arrays)`` on those of one dtype at a time, without what is None."""
+    def by_group(function: Callable[..., Any], arrays: Sequence[Any], given: str, wanted: str) -> list[Any]:
+        """Calls a function on those of one dtype at a time, without what is None."""
         found: list[Any] = [None] * len(arrays)
         for group in groups.values():
             if places := [place for place in group if arrays[place] is not None]:
-                with silent() if sends_nothing else contextlib.nullcontext():
-                    some = function([shards[place] for place in places], [arrays[place] for place in places], ranks)
+                ins, outs = ([specs[kind][place] for place in places] for kind in (given, wanted))
+                of_some = partial(function, [shards[place] for place in places], ranks)
+                with quiet():
+                    some = ranks.on_devices(of_some, (ins,), outs)([arrays[place] for place in places])
                 found = put(found, places, some)
         return found
 
     def forward(local: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
-        return by_group(_all_gather, local), others
+        return by_group(_all_gather, local, "local", "full"), others
 
     def forward_of(local: list[Any], others: list[Any]) -> tuple[Any, list[tuple[()] | None]]:
         # What wants a gradient, as () or None: JAX treats both as structure, where a bool would be an array.
@@ -110,41 +111,31 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
 
     def backward(wanted: list[tuple[()] | None], grads: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         found = [
-            None if wants is None or isinstance(grad, jax.custom_derivatives.SymbolicZero) else grad
+            None if wants is None or isinstance(grad, SymbolicZero) else grad
             for wants, grad in zip(wanted, itertools.chain(*grads), strict=True)
         ]
         if others:  # without any, the gradients are all that there is to compute
             found = lax.optimization_barrier(found)
-        return by_group(_reduce_scatter, found[: len(shards)]), found[len(shards) :]
+        return by_group(_reduce_scatter, found[: len(shards)], "full", "local"), found[len(shards) :]
 
     gathered = jax.custom_vjp(forward)
     gathered.defvjp(forward_of, backward, symbolic_zeros=True)
     return gathered([shard.local for shard in shards], list(others))
 
 
-def _all_gather(shards: list[Shard], local: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    @jax.named_scope(SYNC_SCOPE)
-    def on_device(local: list[jax.Array]) -> list[jax.Array]:
-        row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
-        rows = all_gather(row, ranks.shard_axis, as_bits=traced_platform() == "cpu")
-        return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
-
-    specs = [shard.leaf.shard_spec for shard in shards], [shard.leaf.spec for shard in shards]
-    return ranks.on_devices(on_device, (specs[0],), specs[1])(local)
+@jax.named_scope(SYNC_SCOPE)
+def _all_gather(shards: list[Shard], ranks: Ranks, local: list[jax.Array]) -> list[jax.Array]:
+    row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
+    rows = all_gather(row, ranks.shard_axis, as_bits=traced_platform() == "cpu")
+    return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
 
 
-def _reduce_scatter(shards: list[Shard], grads: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    @jax.named_scope(SYNC_SCOPE)
-    def on_device(grads: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(shards, grads, strict=True)
-        rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
-        parts = _split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards)
-        return [
-            part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in zip(parts, shards, strict=True)
-        ]
-
-    specs = [shard.leaf.spec for shard in shards], [shard.leaf.shard_spec for shard in shards]
-    return ranks.on_devices(on_device, (specs[0],), specs[1])(grads)
+@jax.named_scope(SYNC_SCOPE)
+def _reduce_scatter(shards: list[Shard], ranks: Ranks, grads: list[jax.Array]) -> list[jax.Array]:
+    pairs = zip(shards, grads, strict=True)
+    rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
+    parts = zip(_split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards), shards, strict=True)
+    return [part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in parts]
 
 
 def _split(rows: jax.Array, shards: list[Shard]) -> list[jax.Array]:
@@ -158,3 +149,127 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
     for place, other in zip(places, others, strict=True):
         values[place] = other
     return values
+
+
+@dataclass
+class Order:
+    """Tokens that the units of a program have left for those after them."""
+
+    # Of each unit, available after its results. If two of the first three units waited for the same, XLA would gather
+    # what both use once, and hold it.
+    tokens: list[Any] = field(default_factory=lambda: [None, order_token((), 1.0)[1], order_token((), 2.0)[1]])
+    early: Any = None  # of the last unit, if the backward computes it again: its gradient comes before its results'
+    of_loop: Any = None  # of a loop just before, whose backward waits for its gradient
+
+
+def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: list[jax.Array]) -> list[Any]:
+    """Runs a unit, ``shards -> (results, early)``, whose shards wait for the results of the third last one.
+
+    ``early`` is None if the backward does not gather for it. What the unit leaves is added to ``order``.
+    """
+    token, early = order.tokens[-3], order.early
+    if order.of_loop is not None:
+        shards, order.of_loop = _on_floats(_give_back, shards, order.of_loop)[0], None
+    if token is not None:
+        shards, token = _on_floats(_wait, shards, token)
+    results, order.early = unit(shards)
+    results, after = _on_floats(_release, results, jnp.zeros(()))
+    order.tokens.append(after)
+    if early is not None:
+        results, _ = _on_floats(_give_back, results, early)
+    return results if token is None else _on_floats(_use, results, token)[0]
+
+
+def after_loop(order: Order, carry: list[Any]) -> list[Any]:
+    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered.
+
+    They are while that unit computes the gradients of its results. Once a loop has begun, in which units scatter as
+    well, XLA would scatter them after it.
+    """
+    carry, order.of_loop = _on_floats(_release, carry, jnp.zeros(()))
+    return carry
+
+
+def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
+    """A unit of which the backward gathers the parameters again, and computes what the forward has not kept.
+
+    The barrier of ``jax.checkpoint`` makes all inputs of a backward wait for each other, the shards for the gradients
+    of the results too. Here they wait for the gradient of ``early`` alone, which the next unit gives as it begins.
+    ``compute(inputs)`` gives results, and what this returns ``(results, early)``.
+    """
+    checkpointed = jax.checkpoint(compute, policy=policy, prevent_cse=False)
+
+    def unit(inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+        return checkpointed(inputs), jnp.zeros(())
+
+    def forward(inputs: list[Any]) -> tuple[Any, Any]:
+        values, places = [one.value for one in inputs], [place for place, one in enumerate(inputs) if one.perturbed]
+        of_perturbed = [values[place] for place in places]
+        results, pull = jax.vjp(lambda some: checkpointed(put(values, places, some)), of_perturbed)
+        return (results, jnp.zeros(())), (pull, [() if one.perturbed else None for one in inputs])
+
+    def backward(kept: Any, grads: tuple[list[Any], Any]) -> tuple[list[Any]]:
+        (pull, wanted), (of_results, early) = kept, grads
+        held, structure = jax.tree.flatten(pull)
+        # Without a unit after it, nothing is early: what is held waits for the gradients.
+        if isinstance(early, SymbolicZero):
+            _, early = order_token([grad for grad in of_results if not isinstance(grad, SymbolicZero)], 0.0)
+        pull = jax.tree.unflatten(structure, _on_floats(_hold, held, early)[0])
+        found = iter(pull(_instantiated(of_results))[0])
+        return ([None if one is None else next(found) for one in wanted],)
+
+    marked = jax.custom_vjp(unit)
+    marked.defvjp(forward, backward, symbolic_zeros=True)
+    return marked
+
+
+def _instantiated(grads: list[Any]) -> list[Any]:
+    def zeros(grad: SymbolicZero) -> Any:
+        is_float0 = grad.dtype == jax.dtypes.float0
+        return (np if is_float0 else jnp).zeros(grad.shape, grad.dtype)
+
+    return [zeros(grad) if isinstance(grad, SymbolicZero) else grad for grad in grads]
+
+
+def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], Any]:
+    """Calls ``function(arrays, token)`` on those that have gradients."""
+    places = [place for place, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
+    found, token = function([arrays[place] for place in places], token)
+    return put(arrays, places, found), token
+
+
+@jax.custom_vjp
+def _wait(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Arrays wait for the token; in the backward, the token for the gradients of the arrays."""
+    return lax.optimization_barrier((arrays, token))
+
+
+_wait.defvjp(lambda arrays, token: (_wait(arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
+@jax.custom_vjp
+def _give_back(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays; in the backward, the gradient of the token is a zero that waits for theirs."""
+    return arrays, token
+
+
+_give_back.defvjp(lambda arrays, token: ((arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
+
+
+@jax.custom_vjp
+def _release(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The token waits for the arrays; in the backward, the gradients of the arrays for the token."""
+    return lax.optimization_barrier((arrays, token))
+
+
+def _hold(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays wait for the token."""
+    return _use(*lax.optimization_barrier((arrays, token)))
+
+
+_release.defvjp(lambda arrays, token: (_release(arrays, token), None), lambda _, grads: _hold(*grads))
+
+
+def _use(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    # XLA drops unused barrier outputs, so the token is used; one of the arrays will do. It gets no gradient.
+    return [array + lax.stop_gradient(token).astype(array.dtype) for array in arrays[:1]] + arrays[1:], token

@@ -26,13 +26,11 @@ however unequal they are, and the bulk of what is sent stays balanced.
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
 part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
 several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
-learning rates, and the arrays of one element that Adafactor has for state it does not need. Owners balance the bytes of
-optimizer state, the largest parameter first (``communication/owners.py``).
+learning rates, and the arrays of one element that Adafactor has for state it does not need.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.1).
-    Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv:2504.05295.
+    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1). Ahn et al., Dion: Distributed Orthonormalized
+    Updates, arXiv:2504.05295.
 """
 
 from __future__ import annotations
@@ -51,12 +49,11 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.buckets import Bucket, TensorSpec
+from ..communication.buckets import Bucket, TensorSpec, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
-from ..communication.owners import assign_owners
 from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
-from ..interpreter import TRANSPARENT, called_program, interpret
-from ..layout import Leaf, cut_leaves
+from ..communication.traces import TRANSPARENT, interpret
+from ..layout import Leaf, cut_leaves, whole
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
 from ..tree import like, named_leaves, path_name, split
@@ -66,15 +63,10 @@ _Buffers = dict[str, jax.Array]  # by dtype
 
 
 class OwnedState(NamedTuple):
-    """The optimizer's state where whole parameters have owners.
+    """The optimizer's state where whole parameters have owners."""
 
-    Attributes:
-        shared: The state as the optimizer made it, equal on all ranks, with None for each leaf that has an owner.
-        owned: The others, by dtype: those of this rank one after another, ``[width]``; ``[N * width]`` over all ranks.
-    """
-
-    shared: Any
-    owned: dict[str, Any]
+    shared: Any  # as the optimizer made it, equal on all ranks, with None for each leaf that has an owner
+    owned: dict[str, Any]  # the others, by dtype: of this rank one after another, [width]; [N * width] over all ranks
 
 
 def layout_by_owners(
@@ -84,17 +76,11 @@ def layout_by_owners(
     if ranks.other_axes:
         raise ValueError("shard (='leaves') must be 'elements' with param_specs, which split leaves over devices")
     full = jax.tree.map(lambda leaf: leaf.held, split(params, trainable)[0])
-    owners = LeafOwners(optimizer, full, ranks.num_shards)
-
-    def buffer(width: int, dtype: str) -> Leaf:
-        shape = (ranks.num_shards * width,)
-        return Leaf(shape, jnp.dtype(dtype), cut(shape, ranks.num_shards))
-
-    shared = owners.shared([Leaf(slot.shape, slot.dtype) for slot in jax.tree.leaves(owners.slots)])
-    state = OwnedState(shared, {dtype: buffer(width, dtype) for dtype, width in owners.widths.items()})
-    updated = cut_leaves(params, ranks.num_shards)
+    owners, num_ranks = LeafOwners(optimizer, full, ranks.num_shards), ranks.num_shards
+    buffers = {dtype: Leaf((num_ranks * width,), jnp.dtype(dtype)) for dtype, width in owners.widths.items()}
+    state = OwnedState(owners.shared(_state(whole(owners.slots))), cut_leaves(buffers, num_ranks))
     on_rank = Optimizer(partial(owners.init, ranks.shard_axis), partial(owners.update, ranks.shard_axis))
-    return Layout(ranks, params, updated, state, on_rank, trainable=trainable, owners=owners)
+    return Layout(ranks, params, cut_leaves(params, num_ranks), state, on_rank, trainable=trainable, owners=owners)
 
 
 class LeafOwners:
@@ -105,7 +91,7 @@ class LeafOwners:
         owners: The rank of each parameter, by name.
         slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
         param_of: The parameter whose owner has it, of each leaf of the state; None if all ranks have it.
-        state_bytes: Bytes of optimizer state that each rank owns, without what pads them to those of the fullest.
+        state_bytes: Bytes of optimizer state that each rank owns, without padding.
         widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
         swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
@@ -118,35 +104,28 @@ class LeafOwners:
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
-        """Assigns owners.
-
-        Args:
-            optimizer: Traced, not run.
-            params: Full trainable parameters: a tree of arrays or ``jax.ShapeDtypeStruct``.
-            num_ranks: N.
+        """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
         Raises:
-            ValueError: If an update or a leaf of the state depends on more than one parameter.
+            ValueError: If an update or a leaf of the state depends on several parameters.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
         self.slots = jax.eval_shape(optimizer.init, self._params)
         leaves, (slots, self._structure) = named_leaves(self._params), jax.tree.flatten(self.slots)
         self._init = _Program.of(lambda given: _state(optimizer.init(self._tree("param", given))), _of("param", leaves))
-        update = self._update(jnp.float32)
-        self.param_of = self._params_of_state(update)
-        self.uses_grads = any(kind == "grad" for found in update.sources().values() for kind, _ in found)
+        sources = self._update(jnp.float32).sources()
+        self.param_of = self._params_of_state(sources)
+        self.uses_grads = any(kind == "grad" for found in sources.values() for kind, _ in found)
 
-        held = dict.fromkeys(leaves, 0)
-        for slot, param in zip(slots, self.param_of, strict=True):
-            if param is not None:
-                held[param] += slot.size * slot.dtype.itemsize
+        held, owned = dict.fromkeys(leaves, 0), {f"{at}": of for at, of in enumerate(self.param_of) if of is not None}
+        states = {place: slots[int(place)] for place in owned}
+        for place, param in owned.items():
+            held[param] += states[place].size * states[place].dtype.itemsize
         costs = [(held[name], leaf.size * leaf.dtype.itemsize) for name, leaf in leaves.items()]
         self.owners = dict(zip(leaves, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
         self.state_bytes = [sum(held[name] for name in leaves if self.owners[name] == r) for r in range(num_ranks)]
 
-        owned = {f"{place}": param for place, param in enumerate(self.param_of) if param is not None}
-        states = {place: slots[int(place)] for place in owned}
         self._states = _buckets(states, {place: self.owners[param] for place, param in owned.items()}, num_ranks)
         self._buckets = _buckets(leaves, self.owners, num_ranks)
         self._cuts = {name: cut(leaf.shape, num_ranks) for name, leaf in leaves.items()}
@@ -166,23 +145,14 @@ class LeafOwners:
             return self._packed(owner, self._init.on(_of("param", self._whole(owner, rows)), self._places(owner)))
 
         first = self._init.on({}, self._places(None))
-        return OwnedState(self._shared_of(first), self._switch(axis, of_owner))
+        return OwnedState(self.shared(first), self._switch(axis, of_owner))
 
     def update(
         self, axis: str, grads: Any, state: OwnedState, params: Any, value: jax.Array, full: Any = None
     ) -> tuple[Any, OwnedState]:
-        """Updates parameters on their owners.
+        """Updates parameters on their owners, where ``full`` is a tree of the full ones if every rank has them.
 
-        Args:
-            axis: Name of the mesh axis.
-            grads: A tree of this rank's shards of the mean gradients.
-            state: This rank's.
-            params: A tree of this rank's shards of the parameters.
-            value: The loss.
-            full: A tree of the full parameters if every rank has them, else None.
-
-        Returns:
-            This rank's shards of the updated parameters, and the next state.
+        ``grads`` and ``params`` are trees of this rank's shards, as is what it returns beside the next state.
         """
         program = self._update(value.dtype)
         shared = dict(zip(self._places(None), jax.tree.leaves(state.shared), strict=True)) | {("value", 0): value}
@@ -202,17 +172,12 @@ class LeafOwners:
         for dtype, buckets in self._buckets.items():
             for owner, bucket in enumerate(buckets):
                 shards |= unpack_row(bucket, received[dtype][owner], self._cuts)
-        return like(params, shards), OwnedState(self._shared_of(program.on(shared, self._places(None))), owned)
+        return like(params, shards), OwnedState(self.shared(program.on(shared, self._places(None))), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
-        """Unpacks a state over all ranks.
+        """Unpacks a state over all ranks to one that ``init`` of the optimizer makes; what has owners is NumPy arrays.
 
-        Args:
-            state: Over all ranks.
-            fetch: Copies a buffer ``[N * width]`` to the host.
-
-        Returns:
-            The optimizer's state as its ``init`` makes it; what has owners is NumPy arrays.
+        ``fetch`` copies a buffer ``[N * width]`` to the host.
         """
         rows = {dtype: fetch(buffer).reshape(self.num_ranks, -1) for dtype, buffer in state.owned.items()}
         found: dict[_Label, Any] = {}
@@ -223,27 +188,26 @@ class LeafOwners:
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        leaves, owned = jax.tree.leaves(state), {}
+        found, owned = _state(state), {}
         for dtype, buckets in self._states.items():
             rows = np.zeros((self.num_ranks, self.widths[dtype]), jnp.dtype(dtype))
             for row, bucket in zip(rows, buckets, strict=True):
-                flat = [np.asarray(leaves[int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
+                flat = [np.asarray(found["state", int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
                 row[: bucket.num_elements] = np.concatenate(flat) if flat else 0
             owned[dtype] = rows.reshape(-1)
-        return OwnedState(self.shared(leaves), owned)
+        return OwnedState(self.shared(found), owned)
 
-    def shared(self, leaves: Sequence[Any]) -> Any:
-        """The optimizer's state of its leaves, without those that have owners."""
-        kept = [leaf if param is None else None for leaf, param in zip(leaves, self.param_of, strict=True)]
+    def shared(self, found: Mapping[_Label, Any]) -> Any:
+        """The optimizer's state of its leaves by label, without those that have owners."""
+        kept = [found["state", place] if param is None else None for place, param in enumerate(self.param_of)]
         return jax.tree.unflatten(self._structure, kept)
 
     def _update(self, value_dtype: Any) -> _Program:
         """Traces the update of all parameters."""
 
         def update(given: Mapping[_Label, jax.Array]) -> dict[_Label, jax.Array]:
-            params = self._tree("param", given)
+            params, grads = self._tree("param", given), self._tree("grad", given)
             state = jax.tree.unflatten(self._structure, [given["state", place] for place in range(len(slots))])
-            grads = self._tree("grad", given)
             updates, new = self._optimizer.update(grads, state, params, value=given["value", 0])
             if len({jax.tree.structure(tree) for tree in (grads, updates)}) > 1 or _forms(state) != _forms(new):
                 raise ValueError("optimizer's state and updates must keep one structure, and state its dtypes")
@@ -253,23 +217,17 @@ class LeafOwners:
         value = {("value", 0): jax.ShapeDtypeStruct((), value_dtype)}
         return _Program.of(update, _of("grad", params) | _of("param", params) | _state(self.slots) | value)
 
-    def _params_of_state(self, update: _Program) -> list[str | None]:
-        """Finds the parameter that each leaf of the state belongs to: the one that its first or next value depends on.
-
-        Raises:
-            ValueError: If something depends on more than one parameter.
-        """
-        names = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)]
-        found, first = update.sources(), self._init.sources()
-        for place in range(len(names)):
-            found["state", place] |= first["state", place]
+    def _params_of_state(self, sources: Mapping[_Label, frozenset[_Label]]) -> list[str | None]:
+        """The parameter that each leaf of the state belongs to, on which alone its first and next value may depend."""
+        names, first = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)], self._init.sources()
+        found = {label: on | first.get(label, frozenset()) for label, on in sources.items()}
         param_of = [
             min((of for kind, of in found["state", place] if kind in ("grad", "param")), default=None)
             for place in range(len(names))
         ]
-        for (kind, which), sources in found.items():
+        for (kind, which), inputs in found.items():
             own, what = (param_of[which], names[which]) if kind == "state" else (which, which)
-            on = {param_of[source] if of == "state" else source for of, source in sources if of != "value"}
+            on = {param_of[source] if of == "state" else source for of, source in inputs if of != "value"}
             if others := sorted(one for one in on - {own} if one is not None):
                 raise ValueError(
                     f"optimizer must update each parameter by itself to be sharded by leaves: its {kind} {what!r}"
@@ -292,9 +250,6 @@ class LeafOwners:
         ranks = [None if param is None else self.owners[param] for param in self.param_of]
         return [("state", place) for place, rank in enumerate(ranks) if rank == owner]
 
-    def _shared_of(self, found: Mapping[_Label, Any]) -> Any:
-        return self.shared([found.get(("state", place)) for place in range(len(self.param_of))])
-
     def _to_owners(self, axis: str, shards: Mapping[str, jax.Array]) -> _Buffers:
         """Sends shards to the owners of their parameters: row r is from rank r, ``[N, w]``."""
         rows = {
@@ -304,7 +259,7 @@ class LeafOwners:
         return self._swap(axis, rows)
 
     def _whole(self, owner: int, rows: _Buffers) -> dict[str, jax.Array]:
-        """The full arrays of an owner by name, of what ``_to_owners`` gave it."""
+        """An owner's full arrays by name, of what ``_to_owners`` gave it."""
         full: dict[str, jax.Array] = {}
         for dtype, buckets in self._buckets.items():
             full |= unpack_rows(buckets[owner], rows[dtype], self._cuts)
@@ -373,21 +328,15 @@ class _Program(NamedTuple):
 
 
 def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[_Label]]) -> list[frozenset[_Label]]:
-    def known(values: Sequence[Any]) -> list[frozenset[_Label]]:  # others are constants
-        return [value if isinstance(value, frozenset) else frozenset() for value in values]
-
-    def rule(equation: Any, values: list[Any]) -> list[frozenset[_Label]]:
-        name, given = equation.primitive.name, known(values)
-        if name == "optimization_barrier":
+    def rule(equation: Any, given: list[frozenset[_Label]]) -> list[frozenset[_Label]]:
+        if equation.primitive.name == "optimization_barrier":
             return given
-        if name in TRANSPARENT:
-            return _sources(called_program(equation), given)
-        if name == "cond":
+        if equation.primitive.name == "cond":
             branches = [_sources(branch, given[1:]) for branch in equation.params["branches"]]
             return [given[0].union(*options) for options in zip(*branches, strict=True)]
         return [frozenset().union(*given)] * len(equation.outvars)
 
-    return known(interpret(program, inputs, rule))
+    return interpret(program, inputs, rule, lambda *_: frozenset(), TRANSPARENT)
 
 
 def _of(kind: str, leaves: Mapping[str, Any]) -> dict[_Label, Any]:

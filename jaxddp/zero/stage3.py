@@ -3,7 +3,7 @@
 A sharded parameter is full only while it is used. A unit, which is a function under ``jaxddp.layer`` (a layer, the
 embedding, the head), gathers its parameters when it runs, drops them, and gathers them again in the backward. Its
 gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, up to three
-units (``ordering.py``), and the small parameters, which stay replicated.
+units (``gather.py``), and the small parameters, which stay replicated.
 
     ===================== ============= =====================================
     tensor                on each rank  bytes on each rank, AdamW, fp32
@@ -23,36 +23,48 @@ units (``ordering.py``), and the small parameters, which stay replicated.
                                less one for each unit whose backward needs no parameters, such as an embedding
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-Parameters used outside of units are gathered before the forward and held to the end of the backward: a model without
-units has sharded state, and no guarantee about temporary memory.
+The loss is traced once, on full parameters: whatever it asks of them, such as a size, is right. In the trace every
+unit is one operation. Run on shards, units gather theirs, rows of a stack and loops over rows are those of shards, and
+everything else is what it was in the trace. Parameters that anything else uses are gathered before the forward and held
+to the end of the backward: a model without units has sharded state, and no guarantee about temporary memory.
+
+A unit is under ``jax.checkpoint`` (``computed_again``): results of matrix products are saved, everything else is
+computed again; if there is a checkpoint of the user's in it, what that one saves. The last unit of a loss, or of a
+checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (section 5.3).
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
 
-from ..arguments import check_integer
+from ..arguments import check_function, check_integer
 from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
+from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
 from ..layout import Leaf, cut_leaf
 from ..replicated import all_reduce_grads, update_full
-from ..strategy import Layout, Ranks, Strategy, register
+from ..strategy import Layout, Ranks, Strategy, of_optax, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
-from .gather import Shard, gather, stacked_dims
-from .layers import run_units, trace_marked, used_outside
+from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
+
+_is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
 
 @register
@@ -63,23 +75,13 @@ def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") ->
         min_shard_elements: Parameters with fewer elements stay full on every rank; their gradients are all-reduced.
         bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
 
-    Returns:
-        The strategy.
-
     Raises:
         ValueError: If a number is out of range.
     """
     least = max(check_integer("min_shard_elements", min_shard_elements, least=0), 1)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first step
-    return Strategy(
-        "zero3",
-        partial(plan_buckets, bucket_mb=bucket_mb),
-        partial(layout_params, least),
-        loss_on_shards,
-        divide_shards,
-        update_full,
-        gathers_in_loss=True,
-    )
+    plan, layout = partial(plan_buckets, bucket_mb=bucket_mb), partial(layout_params, least)
+    return Strategy("zero3", plan, layout, loss_on_shards, divide_shards, update_full, gathers_in_loss=True)
 
 
 def layout_params(
@@ -96,8 +98,8 @@ def layout_params(
         return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
-    return Layout(ranks, updated, updated, state, on_shards, trainable=trainable)
+    state = shard_state(optimizer, split(updated, trainable)[0])
+    return Layout(ranks, updated, updated, state, of_optax(optimizer), trainable=trainable)
 
 
 def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
@@ -116,15 +118,18 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
 
     def loss_of_shards(params: Any, *inputs: Any) -> Any:
         nonlocal has_warned
-        program, result = trace_marked(loss, full, *inputs)
+        token = _is_marking.set(True)
+        try:
+            program, result = jax.make_jaxpr(loss, return_shape=True)(full, *inputs)
+        finally:
+            _is_marking.reset(token)
         held = zip(jax.tree.leaves(params), leaves.values(), dtypes, grad_dtypes, strict=True)
         values = [
-            Shard(array, leaf, dtype, grad_dtype) if leaf.cut
-            else array if array.dtype == dtype else array.astype(dtype)
+            Shard(array, leaf, dtype, grad_dtype) if leaf.cut else array.astype(dtype)
             for array, leaf, dtype, grad_dtype in held
-        ] + jax.tree.leaves(inputs)  # fmt: skip
+        ] + jax.tree.leaves(inputs)
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
-        early = sorted(used_outside(program.jaxpr, stacked))
+        early = sorted(_used_outside(program, stacked))
         for at, array in zip(early, gather([values[at] for at in early], ranks)[0], strict=True):
             values[at] = array
         if early and not has_warned and not any(isinstance(one, Shard) for one in values):
@@ -133,7 +138,7 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
                 "zero3 gathers all parameters before the forward: mark the layers of the model with jaxddp.layer",
                 stacklevel=2,
             )
-        return jax.tree.unflatten(jax.tree.structure(result), run_units(program, values, ranks, is_end=True))
+        return jax.tree.unflatten(jax.tree.structure(result), _run_units(program, values, ranks, is_end=True))
 
     return loss_of_shards
 
@@ -141,5 +146,228 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
 def divide_shards(grads: Mapping[str, jax.Array], plan: Any, layout: Layout, divisor: Any, number: Any = None) -> Means:
     """The backward has summed the gradients of shards; those of small parameters are all-reduced."""
     small = {name: grad for name, grad in grads.items() if name not in layout.held}
-    means = all_reduce_grads(None, small, plan, layout, divisor, number).grads
+    means = all_reduce_grads(layout.ranks, None, small, plan, divisor, number).grads
     return Means({name: divide(grad, divisor) for name, grad in grads.items() if name in layout.held} | means)
+
+
+def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
+
+    Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them. Other strategies, and calls
+    outside of a trainer, run ``fn`` as it is. With ``jax.checkpoint``, inside or around, only the unit's inputs are
+    saved. Inside of ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` nothing is marked: what is used there is
+    gathered before the forward.
+
+    Args:
+        fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
+            unchanged, or rows of a stack of them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> dense = layer(lambda params, x: jnp.tanh(x @ params["kernel"]))
+        >>> def loss_fn(params, batch):
+        ...     x = batch["x"]
+        ...     for one in params["layers"]:
+        ...         x = dense(one, x)
+        ...     return jnp.mean((x - batch["y"]) ** 2)
+    """
+    check_function("fn", fn)
+
+    @functools.wraps(fn)
+    def unit(*args: Any, **kwargs: Any) -> Any:
+        if not _is_marking.get():
+            return fn(*args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def jaxddp_layer(arrays: list[jax.Array]) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, put(leaves, places, arrays))
+            return fn(*args, **kwargs)
+
+        return jax.jit(jaxddp_layer)([leaves[place] for place in places])
+
+    return unit
+
+
+def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
+    """The places of the parameters that are used by anything but units, or have rows that are.
+
+    ``stacked`` says of each input in how many leading dimensions it is a stack of shards; None if it is no shard.
+    """
+    outside: set[int] = set()
+    inputs = [None if dims is None else (place, dims) for place, dims in enumerate(stacked)]
+
+    def rule(equation: Any, inputs: list[Any]) -> list[Any]:
+        uses, name = {at: one for at, one in enumerate(inputs) if one is not None}, equation.primitive.name
+        nothing = [None] * len(equation.outvars)
+        if not uses or _is_unit(equation):
+            return nothing
+        if _takes_rows(equation) and [*uses] == [0] and uses[0][1]:
+            place, dims = uses[0]
+            return [(place, dims - (name == "squeeze"))]
+        shards = {}
+        if name in (*CALLS, CHECKPOINT):
+            shards = {at: dims for at, (_, dims) in uses.items()}
+        elif name == "scan":
+            first = sum(num_consts_and_carry(equation))
+            shards = {at: dims - 1 for at, (_, dims) in uses.items() if at >= first and dims}
+        inner = [shards.get(at) for at in range(len(inputs))]
+        of_inner = _used_outside(called_program(equation), inner) if shards else set()
+        outside.update(place for at, (place, _) in uses.items() if at not in shards or at in of_inner)
+        return nothing
+
+    results = interpret(program, inputs, rule, lambda *_: None)
+    return outside | {one[0] for one in results if one is not None}
+
+
+def _run_units(
+    program: core.ClosedJaxpr, inputs: Sequence[Any], ranks: Ranks, *,
+    is_end: bool, in_loop: bool = False, order: Order | None = None,
+) -> list[Any]:  # fmt: skip
+    """Runs a marked program, some of whose inputs are a ``Shard`` that only units use.
+
+    ``is_end``: whether the backward begins with it. ``in_loop``: whether forward and backward are loops, between which
+    XLA finds no equal operations; else barriers keep it from using what the forward has gathered, which in a loop would
+    tie each gather to the round before. ``order``: of the units before it whose values can be used here.
+    """
+    order = Order() if order is None else order
+    last = next((equation for equation in reversed(program.jaxpr.eqns) if any(map(_is_unit, nested(equation)))), None)
+
+    def rule(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        places = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
+        if not places:
+            return bind(program.jaxpr, equation, inputs)
+        if _takes_rows(equation):
+            return [_rows(equation, inputs)]
+        name, params, inner = equation.primitive.name, equation.params, called_program(equation)
+        if name == "scan":
+            carry, results = _run_scan(equation, inputs, ranks)
+            # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
+            return [*after_loop(order, carry), *results]
+        keeps, is_unit = is_end and equation is last, _is_unit(equation)
+        if name in CALLS and not is_unit:
+            return _run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
+        shards = [inputs[place] for place in places]
+        others = [place for place, one in enumerate(inputs) if isinstance(one, jax.Array)]
+        # Its gradients are scattered while those of its results are computed, so they do not wait for these.
+        follows_loop = order.of_loop is not None
+
+        def compute(values: list[jax.Array]) -> list[Any]:
+            own: Any = [shard._replace(local=array) for shard, array in zip(shards, values, strict=False)]
+            arrays = values[len(shards) :]
+            if not is_unit:
+                return _run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
+            own, arrays = (gather(own, ranks)[0], arrays) if follows_loop else gather(own, ranks, arrays)
+            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
+
+        if not is_unit:
+            compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        elif in_loop and not keeps:
+            compute = jax.checkpoint(compute, policy=_policy(inner), prevent_cse=False)
+        is_again = is_unit and not keeps and not in_loop
+        unit = computed_again(compute, _policy(inner)) if is_again else lambda values: (compute(values), None)
+        arrays = [inputs[place] for place in others]
+        return in_order(order, lambda local: unit([*local, *arrays]), [shard.local for shard in shards])
+
+    return interpret(program, inputs, rule)
+
+
+def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
+    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products.
+
+    The checkpoint around a unit would otherwise keep products inside of the user's, whose policy it does not ask.
+    """
+    given = (one.params["policy"] for one in unit.jaxpr.eqns if one.primitive.name == CHECKPOINT)
+    return next(given, jax.checkpoint_policies.dots_saveable)
+
+
+def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any], list[Any]]:
+    """Runs a loop over rows of shards; gives what the last round hands on, and the stacked results."""
+    program, params = called_program(equation), equation.params
+    num_consts, num_carry = num_consts_and_carry(equation)
+    consts, init, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    shapes = [var.aval.shape for var in program.jaxpr.invars[num_consts + num_carry :]]
+
+    places = [place for place, stack in enumerate(stacks) if isinstance(stack, Shard)]
+    dtypes = [stacks[place].local.dtype for place in places]
+    # Along other axes, gradients of one row would have to lie alike.
+    has_row = len({*dtypes}) == 1 and jnp.issubdtype(dtypes[0], jnp.floating) and not ranks.other_axes
+
+    def body(carry: list[Any], given: tuple[list[jax.Array], jax.Array | None]) -> tuple[list[Any], list[Any]]:
+        local, row = given
+        if row is not None:
+            local = put(local, places, _gradients_to_row([local[place] for place in places], row))
+        rows = [
+            stack.rows(array, shape) if isinstance(stack, Shard) else array
+            for stack, array, shape in zip(stacks, local, shapes, strict=True)
+        ]
+        is_loop = params["length"] > params["unroll"]  # else XLA makes none of it
+        results = _run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=is_loop)
+        return results[:num_carry], results[num_carry:]
+
+    local = [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
+    row = None
+    if has_row:
+        held = [local[place] for place in places]
+        row = _gradients_from_rows(tuple(one.shape for one in held), held)
+        local = put(local, places, lax.stop_gradient(held))
+    carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
+    return carry, results
+
+
+# The gradients of a round's shards are one row of one stack, zeros before the backward: then XLA scatters them while
+# the next round computes, which it does not where a scatter's result is divided among several stacks or, on TPUs, where
+# its parts are reshaped to one dimension before they are joined again.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients_from_rows(shapes: tuple[tuple[int, ...], ...], stacks: list[jax.Array]) -> jax.Array:
+    """Zeros ``[rounds, elements]``, whose gradients become those of stacks of these shapes, ``[rounds, ...]``."""
+    return jnp.zeros((shapes[0][0], sum(math.prod(shape[1:]) for shape in shapes)), stacks[0].dtype)
+
+
+def _from_rows(shapes: tuple[tuple[int, ...], ...], _: None, rows: jax.Array) -> tuple[list[jax.Array]]:
+    ends = list(itertools.accumulate(math.prod(shape[1:]) for shape in shapes))
+    parts = jnp.split(rows, ends[:-1], axis=1)
+    return ([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)],)
+
+
+_gradients_from_rows.defvjp(lambda shapes, stacks: (_gradients_from_rows(shapes, stacks), None), _from_rows)
+
+
+@jax.custom_vjp
+def _gradients_to_row(arrays: list[jax.Array], row: jax.Array) -> list[jax.Array]:
+    """The arrays, whose gradients become that of the row."""
+    del row
+    return arrays
+
+
+_gradients_to_row.defvjp(
+    lambda arrays, row: (arrays, None),
+    lambda _, grads: (None, jnp.concatenate([grad.reshape(1, -1) for grad in grads], axis=1)[0]),
+)
+
+
+def _rows(equation: Any, inputs: list[Any]) -> Shard:
+    """The rows of a stack that an operation takes."""
+    stack, shape, params = inputs[0], equation.outvars[0].aval.shape, equation.params
+    match equation.primitive.name:
+        case "squeeze":
+            local = stack.local[0]
+        case "slice":
+            local = stack.local[params["start_indices"][0] : params["limit_indices"][0]]
+        case _:
+            local = lax.dynamic_slice_in_dim(stack.local, inputs[1], shape[0])
+    return stack.rows(local, shape)
+
+
+def _takes_rows(equation: Any) -> bool:
+    """Whether an operation slices along dimension 0 only."""
+    name, params = equation.primitive.name, equation.params
+    if name == "squeeze":
+        return params["dimensions"] == (0,)
+    if name not in ("slice", "dynamic_slice") or params.get("strides") is not None:
+        return False
+    return equation.outvars[0].aval.shape[1:] == equation.invars[0].aval.shape[1:]
+
+
+def _is_unit(equation: Any) -> bool:
+    return equation.primitive.name == "jit" and equation.params["name"] == "jaxddp_layer"

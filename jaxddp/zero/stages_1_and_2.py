@@ -1,8 +1,7 @@
 """ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
 
-Each rank updates its own shard of the parameters. The all-reduce of the gradients becomes a reduce-scatter before the
-update and an all-gather of the parameters after it: the same bytes, with the optimizer's state and work divided by the
-number of ranks N.
+The all-reduce of the gradients becomes a reduce-scatter before the update and an all-gather of the parameters after it:
+the same bytes, with the optimizer's state and work divided by the number of ranks N.
 
     ================ ============================== ==============================
     tensor           on each rank                   bytes on each rank, AdamW, fp32
@@ -26,8 +25,7 @@ With ``Trainer(compute_dtype=...)``, parameters are in that dtype (2 Psi in bflo
 masters are optimizer state of rank r alone (4 Psi / N).
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020,
-    arXiv:1910.02054 (sections 5.1 and 5.2).
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -47,19 +45,16 @@ from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..layout import cut_leaves
 from ..scopes import SYNC_SCOPE
-from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
+from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax, register
 from ..tree import like, named_leaves, split
 from .elementwise import shard_state
 from .owners import layout_by_owners
 
+Part = Literal["elements", "leaves"]
+
 
 @register
-def zero1(
-    bucket_mb: BucketMb = "default",
-    *,
-    rule: Rule = "before",
-    shard: Literal["elements", "leaves"] = "elements",
-) -> Strategy:
+def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
     Args:
@@ -69,9 +64,6 @@ def zero1(
             ``"leaves"``: each whole parameter belongs to one rank, for all optimizers that update them one by one; see
             ``owners.py``.
 
-    Returns:
-        The strategy.
-
     Raises:
         ValueError: If a cap, the rule or ``shard`` is out of range.
     """
@@ -79,27 +71,13 @@ def zero1(
 
 
 @register
-def zero2(
-    bucket_mb: BucketMb = "default",
-    *,
-    rule: Rule = "before",
-    shard: Literal["elements", "leaves"] = "elements",
-) -> Strategy:
+def zero2(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
     """``zero1`` that keeps only shards of gradients between micro-batches.
 
     With several micro-batches, at most two buckets are in flight at a time: on a network that is slower than the
     backward, the backward waits.
 
-    Args:
-        bucket_mb: As for ``zero1``.
-        rule: As for ``zero1``.
-        shard: As for ``zero1``.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        ValueError: If a cap, the rule or ``shard`` is out of range.
+    Arguments are those of ``zero1``.
     """
     return _strategy("zero2", bucket_mb, rule, shard, each_microbatch=True)
 
@@ -113,18 +91,15 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
         buckets = plan_buckets(tensors, bucket_mb, rule=rule)
         return replace(buckets, kind="reduce-scatter", each_microbatch=each_microbatch)
 
-    by_leaves = shard == "leaves"
-    layout = layout_by_owners if by_leaves else layout_shards
-    return Strategy(
-        name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant="by leaves" * by_leaves
-    )  # fmt: skip
+    layout, variant = (layout_by_owners, "by leaves") if shard == "leaves" else (layout_shards, "")
+    return Strategy(name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant=variant)
 
 
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
     """Every rank has all parameters, and a shard of what the optimizer updates."""
     updated = cut_leaves(params, ranks.num_shards)
-    state, on_shards = shard_state(optimizer, split(updated, trainable)[0])
-    return Layout(ranks, params, updated, state, on_shards, trainable=trainable)
+    state = shard_state(optimizer, split(updated, trainable)[0])
+    return Layout(ranks, params, updated, state, of_optax(optimizer), trainable=trainable)
 
 
 def reduce_scatter_grads(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jaxddp.communication.owners import assign_owners
+from jaxddp.communication.buckets import assign_owners
 
 from ..agreement import check_alike
 from ..communication.collectives import broadcast

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 import jaxddp
-from jaxddp.communication.backward_order import matmul_flops
+from jaxddp.communication.traces import matmul_flops
 from jaxddp.comparison_test import assert_near, compiled_as_planned
 
 WIDTH, NUM_LAYERS = 8, 3

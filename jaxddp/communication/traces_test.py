@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxddp.communication.backward_order import finishing_times, matmul_flops
-from jaxddp.communication.planned import zeros
+from jaxddp.communication.traces import checksum, finishing_times, matmul_flops, zeros
 
 
 def order(loss, params, *args):
@@ -68,6 +67,15 @@ def test_outputs_that_are_zeros_whatever_the_inputs_are():
         return *known, zero + 1, x - x, jnp.exp(zero), jnp.ones(3)
 
     assert zeros(jax.make_jaxpr(function)(jnp.ones((3, 2)))) == 5 * [True] + 4 * [False]
+
+
+def test_a_checksum_tells_programs_apart_by_what_its_outputs_are_computed_from():
+    def of(one, other, factor=2.0, is_wanted=(True, False)):
+        held = jnp.full(3, one), jnp.full(3, other)
+        return checksum(jax.make_jaxpr(lambda x: (jax.jit(jnp.sin)(held[0]) * factor, held[1] * x))(1.0), is_wanted)
+
+    assert of(1.0, 1.0) == of(1.0, 2.0) != of(2.0, 1.0) != of(2.0, 1.0, 3.0)
+    assert of(1.0, 1.0, is_wanted=(True, True)) != of(1.0, 2.0, is_wanted=(True, True))
 
 
 def times_of(function, *args, cost):

@@ -1,0 +1,278 @@
+"""Traces: a reader of jaxprs on values of any kind, and what it finds in the trace of a backward pass.
+
+The backward's trace says in which order it finishes the gradients, and which are constant. Buckets fill in this order:
+in the tree's order (Flax sorts parameters by name, dictionaries give ``l1, l10, l2``) they would wait for gradients
+from both ends of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from ..scopes import SYNC_SCOPE
+from ..strategy import Strategy
+from ..tree import named_leaves, tensor_specs
+from .buckets import BucketPlan, TensorSpec, plan_buckets
+
+CALLS = ("jit", "closed_call")  # operations that call a program
+CHECKPOINT = "remat2"  # the primitive of ``jax.checkpoint``
+# Operations that wrap a program, which is followed. A loop is one operation: its results are ready when it ends.
+TRANSPARENT = frozenset({*CALLS, CHECKPOINT, "pjit", "shard_map", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+# Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
+_OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
+VARIES, CONSTANT, ZERO = range(3)  # what is known of a value when the program is compiled
+_KEEP_ZERO = frozenset(  # zeros if all inputs are
+    "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
+    " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
+)
+_ZERO_OF_A_ZERO = ("mul", "dot_general")
+_NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
+_CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
+
+
+def interpret(
+    program: core.ClosedJaxpr,
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, atom: value,
+    entered: Collection[str] = (),
+) -> list[Any]:
+    """Runs a program on values of any kind.
+
+    Args:
+        program: From ``jax.make_jaxpr``.
+        args: Its inputs.
+        rule: Evaluates an operation, ``(equation, inputs) -> outputs``.
+        constant: The value of a literal or a constant, ``(array, its atom in the jaxpr)``.
+        entered: Names of the operations whose program is run by the same rule.
+    """
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.invars, args, strict=True))
+    values |= {var: constant(array, var) for var, array in zip(jaxpr.constvars, program.consts, strict=True)}
+
+    for equation in jaxpr.eqns:
+        inputs = [constant(one.val, one) if isinstance(one, core.Literal) else values[one] for one in equation.invars]
+        if equation.primitive.name in entered:
+            outputs: Sequence[Any] = interpret(called_program(equation), inputs, rule, constant, entered)
+        else:
+            outputs = rule(equation, inputs)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [constant(one.val, one) if isinstance(one, core.Literal) else values[one] for one in jaxpr.outvars]
+
+
+def bind(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an operation of a jaxpr on arrays, as JAX would."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    known = {atom: value for atom, value in pairs if not isinstance(atom, core.Literal)}
+    alone = {"invars": [*known], "outvars": equation.outvars, "eqns": [equation], "effects": equation.effects}
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(constvars=[], **alone), ()))(*known.values())
+
+
+def called_program(equation: Any) -> core.ClosedJaxpr:
+    """The program that a call, a checkpoint or a scan runs."""
+    program = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
+    return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
+
+
+def nested(equation: Any) -> Iterator[Any]:
+    """An operation, and those of the programs in it: of a call, a loop's round, a branch."""
+    yield equation
+    for jaxpr in core.jaxprs_in_params(equation.params):
+        for inner in jaxpr.eqns:
+            yield from nested(inner)
+
+
+def num_consts_and_carry(scan: Any) -> tuple[int, int]:
+    """Numbers of a scan's constants and carries, its first inputs."""
+    params = scan.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(consts), len(carry)
+
+
+def checksum(program: core.ClosedJaxpr, is_wanted: Sequence[bool]) -> int:
+    """A number that tells programs apart by what they compute for some of their outputs, constants included."""
+    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
+    numbers: dict[Any, int] = defaultdict(itertools.count().__next__)  # equal expressions have equal numbers
+
+    def constant(value: Any, atom: Any) -> int:
+        is_key = jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+        data = np.asarray(jax.random.key_data(value)) if is_key else np.asarray(value, atom.aval.dtype)
+        return numbers[str(atom.aval), zlib.crc32(data.tobytes())]
+
+    def rule(equation: Any, inputs: list[int]) -> list[int]:
+        operation = equation.primitive.name, str(equation.params), *inputs
+        return [numbers[*operation, place] for place in range(len(equation.outvars))]
+
+    atoms = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    read = {atom for atom in atoms if not isinstance(atom, core.Literal)}
+    consts = {var: value for var, value in zip(jaxpr.constvars, program.consts, strict=True) if var in read}
+    needed = core.ClosedJaxpr(jaxpr.replace(constvars=[*consts]), [*consts.values()])
+    inputs = [numbers["input", place] for place in itertools.compress(itertools.count(), is_used)]
+    found = interpret(needed, inputs, rule, constant, TRANSPARENT)
+    text = re.sub(r"0x[0-9a-f]+", "", f"{[*numbers]} {found}")  # functions are printed with their addresses
+    return zlib.crc32(text.encode())
+
+
+def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
+    """Plans the communication of the gradients of a traced backward pass, and of updated parameters in their dtypes."""
+    # Only what depends on an input is planned: XLA drops the reduction of a constant.
+    constants = tuple(trace.constants.values())
+    plan = replace(strategy.plan(tuple(trace.tensors.values())), constants=tuple(one.name for one in constants))
+    if plan.kind == "all-reduce":
+        return plan
+    # A constant gradient is not sent; its parameter is gathered, because weight decay and moments still change it.
+    buckets = plan.buckets + plan_buckets(constants, None).buckets
+    if param_dtypes is not None:
+        of_params = [[tensor._replace(dtype=param_dtypes[tensor.name]) for tensor in one.tensors] for one in buckets]
+        buckets = tuple(bucket for tensors in of_params for bucket in plan_buckets(tensors, None).buckets)
+    return replace(plan, gathers=buckets)
+
+
+class GradientTrace(NamedTuple):
+    """A traced backward pass; gradients by their index among the trace's outputs."""
+
+    tensors: dict[int, TensorSpec]  # those that depend on an input, in the order in which they become ready
+    constants: dict[int, TensorSpec]  # the others, such as the zeros of an unused parameter
+    program: core.ClosedJaxpr
+    result: Any  # what was traced returns: a tree of jax.ShapeDtypeStruct
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes what was traced, of arguments like those that it was traced with."""
+        found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result), found)
+
+    @property
+    def flops_before(self) -> tuple[float, ...]:
+        """Share of the trace's matrix products done before each of the tensors is ready."""
+        times = finishing_times(self.program, matmul_flops)
+        flops = [times[output] or 0.0 for output in self.tensors]
+        total = max(flops, default=0.0) or 1.0
+        return tuple(each / total for each in flops)
+
+    def with_constants_sent(self) -> GradientTrace:
+        """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
+        are_zeros = zeros(self.program)
+        sent = {output: one for output, one in self.constants.items() if one.num_elements and not are_zeros[output]}
+        kept = {output: one for output, one in self.constants.items() if output not in sent}
+        return self._replace(tensors=sent | self.tensors, constants=kept)
+
+
+def trace_gradients(
+    grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
+) -> GradientTrace:
+    """Traces the computation of gradients on one rank.
+
+    Args:
+        grad_fn: As for ``plan_gradients``.
+        *args: Its arguments.
+        has_aux: Whether it returns the gradients and something else.
+        reduced: Names of gradients that the backward itself reduces; they are left out.
+    """
+    program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
+    # Among the trace's outputs, gradients come first.
+    timed = enumerate(zip(specs, finishing_times(program), strict=not has_aux))
+    found = {output: pair for output, pair in timed if pair[0].name not in reduced}
+    constants = {output: spec for output, (spec, time) in found.items() if time is None or not spec.num_elements}
+    # The last comes first where times are equal.
+    ready = sorted(
+        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0.0
+    )
+    return GradientTrace({output: found[output][0] for output in ready}, constants, program, result)
+
+
+def describe_results(trace: GradientTrace) -> str:
+    """Describes what processes must agree on in a backward pass of one rank, beside the plan, which does not see it.
+
+    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
+    where processes compute it from constants of their own.
+    """
+    shapes = list(map(str, trace.program.out_avals))
+    is_constant = [output in trace.constants for output in range(len(shapes))]
+    return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
+
+
+def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
+    """Finds when each output of a traced program is ready, where an operation takes ``cost(equation)``, or 1.
+
+    Returns:
+        For each output the end of the operation that computes it; None if it is constant, because it depends on no
+        input, nor on the rank, the device or the host.
+    """
+    clock = 0.0
+
+    def rule(equation: Any, times: list[float | None]) -> list[float | None]:
+        nonlocal clock
+        # Reading the rank, io_callback and all collectives but ppermute are effects, which loops and branches inherit.
+        is_constant = {*times} <= {None} and not any(
+            one.effects or "axis_name" in one.params or one.primitive.name in _OWN_VALUES for one in nested(equation)
+        )
+        # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
+        if equation.primitive.name == "convert_element_type" and not is_constant:
+            return times
+        clock += cost(equation) if cost else 1
+        return [None if is_constant else clock] * len(equation.outvars)
+
+    # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
+    return interpret(
+        program, [0.0] * len(program.in_avals), rule,
+        lambda value, _: 0.0 if isinstance(value, jax.core.Tracer) else None, TRANSPARENT,
+    )  # fmt: skip
+
+
+def matmul_flops(equation: Any) -> float:
+    """FLOPs of the matrix products of one traced operation, those of a loop times its length."""
+    if equation.primitive.name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        length = math.prod(equation.invars[0].aval.shape[dim] for dim in contracting)
+        return 2.0 * equation.outvars[0].aval.size * length
+    trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+    return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
+
+
+def zeros(program: core.ClosedJaxpr) -> list[bool]:
+    """Which outputs of a traced program are known to be zeros whatever its inputs are: XLA drops their sums."""
+    found = follow(program, [VARIES] * len(program.in_avals), lambda *_: None)
+    return [of_output == ZERO for of_output in found]
+
+
+def follow(
+    program: core.ClosedJaxpr, inputs: Sequence[int], visit: Callable[..., None], times: int = 1, is_sync: bool = False
+) -> list[int]:
+    """What is known of a program's results; visits operations with what is known of their inputs, and how often."""
+
+    def rule(equation: Any, operands: list[int]) -> list[int]:
+        name, params = equation.primitive.name, equation.params
+        # The names inside a call may lack those of its own scope.
+        in_sync = is_sync or SYNC_SCOPE in str(equation.source_info.name_stack)
+        visit(equation, operands, times, in_sync)
+        if name in _CALLS:
+            return follow(called_program(equation), operands, visit, times, in_sync)
+        for inner in core.jaxprs_in_params(params):
+            rounds, varying = params["length"] if name == "scan" else 1, [VARIES] * len(inner.invars)
+            follow(core.ClosedJaxpr(inner, inner.constvars), varying, visit, times * rounds, in_sync)
+        result = VARIES if name in _NEVER_CONSTANT else min(operands, default=CONSTANT)
+        if result == ZERO and name not in _KEEP_ZERO:
+            result = CONSTANT
+        if name in _ZERO_OF_A_ZERO and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
+            result = ZERO  # a slice wherever it starts
+        return [result] * len(equation.outvars)
+
+    def constant(value: Any, atom: Any) -> int:
+        return ZERO if isinstance(atom, core.Literal) and np.ndim(value) == 0 and value == 0 else CONSTANT
+
+    return interpret(program, inputs, rule, constant)
