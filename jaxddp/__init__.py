@@ -1,23 +1,15 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
-    plain.py                          every strategy in its shortest form: read it first
-    strategy.py registry.py           the contract of a strategy; all strategies by name
-    replicated.py interpreter.py      what strategies with full parameters share; evaluation of traced programs
-    discovery.py                      finds them in their folders, for both packages
-    ddp zero                          the strategies
-    communication                     collectives, packed buffers, hooks, reductions
-    training models checkpoint        the trainer, models to train, checkpoints and weights
-    mesh.py tree.py layout.py         ranks; names of leaves; where leaves lie over the ranks
-    loss.py metrics.py                what a loss function returns, and what is measured of examples
-    processes                         the job of a launcher: joining it, and ending it when a process is lost
-    scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
-    network sizes.py                  how long a collective takes; sizes of the transformer: no framework
-    planning                          cost formulas and chips, for a cluster that is not here; needs no framework
-    instruments                       look from outside: read compiled programs, compile for absent machines, simulate
-    parity.py step_parity.py          your own training under every strategy, on one device, in PyTorch; your own step
-    first_difference.py               the first module in which a port and its PyTorch module part
-    cli table.py                      ``python -m jaxddp``; tables in plain text
-    pytest_plugin.py                  what a program communicates, as a test
+    plain.py                        every strategy in its shortest form: read it first
+    strategy.py layout.py ddp zero  the contract of a strategy; where leaves lie over the ranks; the strategies
+    communication                   collectives, packed buffers, hooks, reductions
+    training models checkpoint      the trainer, models to train, checkpoints and weights
+    mesh.py tree.py loss.py         ranks; names of leaves; what a loss function returns
+    processes                       the job of a launcher: joining it, and ending it when a process is lost
+    network planning                times of collectives, cost formulas and chips: no framework
+    instruments                     look from outside: read compiled programs, compile for absent machines, simulate
+    parity                          your own training, step or model beside one device and PyTorch
+    cli                             ``python -m jaxddp``
 
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """

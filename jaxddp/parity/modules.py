@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import check_function, check_kind
-from .step_parity import cast, difference
-from .table import table
-from .tree import is_floating
+from ..arguments import check_function, check_kind
+from ..table import table
+from ..tree import is_floating
+from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
 _ROUNDED = 1e3  # units in the last place, of the user's dtype

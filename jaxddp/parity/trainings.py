@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,24 +18,20 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from .arguments import check_integer, is_number
-from .checkpoint.host_state import is_key, to_host
-from .checkpoint.interop import to_numpy, torch_names
-from .first_difference import first_difference as first_difference
-from .first_difference import mark as mark
-from .layout import cut_leaves, whole
-from .loss import Weighted, with_key
-from .mesh import data_mesh
-from .metrics import Mean, PerExample, Sum, map_marked
-from .registry import STRATEGIES, make_strategy
-from .step_parity import StepParityError as StepParityError
-from .step_parity import cast, difference, has_unlike_copies
-from .step_parity import check_step as check_step
-from .strategy import Strategy
-from .training.train import Trainer, TrainState
-from .training.validation import check_batch
-from .tree import check_params, is_floating, like, merge, named_leaves, split
-from .zero.elementwise import shard_state
+from ..arguments import check_integer
+from ..checkpoint.host_state import is_key, to_host
+from ..checkpoint.interop import to_numpy, torch_names
+from ..layout import cut_leaves, whole
+from ..loss import Weighted, with_key
+from ..mesh import data_mesh
+from ..metrics import Mean, PerExample, Sum, map_marked
+from ..registry import STRATEGIES, make_strategy
+from ..strategy import Strategy
+from ..training.train import Trainer, TrainState
+from ..training.validation import check_batch
+from ..tree import check_params, is_floating, like, merge, named_leaves, split
+from ..zero.elementwise import shard_state
+from .comparing import cast, check_atol, difference, has_unlike_copies, wide_enough
 
 TORCH = "PyTorch"
 
@@ -118,10 +113,9 @@ def check(
         ValueError: If there are fewer than two batches, one cannot be split over the ranks, no parameter moves on one
             device, or a named strategy, or every one, refuses such a training.
     """
-    if not is_number(atol) or not atol >= 0:
-        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
+    check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
-    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
+    with wide_enough(dtype):
         task = _Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
         expected = _on_one_device(task)
         results = _under_strategies(task, strategies, num_ranks, expected, atol)
@@ -140,10 +134,8 @@ _PARAMS = "params."
 class _Task:
     """A training, however it is done."""
 
-    def __init__(
-        self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
-        options: dict[str, Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
+                 options: dict[str, Any]) -> None:  # fmt: skip
         check_params(params, options["trainable"])
         if dtype is not None and not is_floating(dtype):
             raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
@@ -151,13 +143,13 @@ class _Task:
         if (count := len(self.batches)) < 2:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         has_state = model_state is not None
-        trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), has_state=has_state, **options)
         self._call = with_key(loss_fn, has_state)
         result = jax.eval_shape(_on_one_rank(self._outputs), self.params, self.model_state, self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
         if has_aux and has_state:  # else it is (loss, new_state)
             has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-        self.trainer = replace(trainer, has_aux=has_aux)
+        flat, options = make_strategy("flat"), {"has_aux": has_aux, "has_state": has_state, **options}
+        self.trainer = Trainer(loss_fn, optimizer, flat, data_mesh(1), **options)
 
     def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
         return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
@@ -200,9 +192,8 @@ def _under_strategies(
 
 def _under_torch(task: _Task, torch: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
     names = dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
-    is_trained, max_grad_norm = task.trainer.trainable or (lambda name: True), task.trainer.max_grad_norm
-    frozen = {theirs for theirs, ours in names.items() if not is_trained(ours)}
-    found = _in_torch(*torch, to_numpy(task.params), task.batches, frozen, max_grad_norm)
+    is_trained = task.trainer.trainable or (lambda name: True)
+    found = _in_torch(*torch, task, {theirs for theirs, ours in names.items() if not is_trained(ours)})
     right = [to_numpy(like(task.params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
     return _compare(TORCH, 1, found, right, atol)
 
@@ -278,36 +269,26 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
 
 
 def _in_torch(
-    module: Any, loss_fn: Callable[..., Any], make_optimizer: Callable[..., Any], weights: Any,
-    batches: Sequence[Any], frozen: Collection[str], max_grad_norm: float | None,
-) -> list[dict[str, np.ndarray]]:  # fmt: skip
+    module: Any, loss_fn: Any, make_optimizer: Any, task: _Task, frozen: Collection[str]
+) -> list[dict[str, np.ndarray]]:
     import copy
 
     import torch
 
-    from torchref.clipping import clip_to_norm_, global_norm
-    from torchref.interop import from_numpy, to_numpy
-    from torchref.loss import as_part
+    import torchref
+    from torchref import interop
 
-    dtype = torch.from_numpy(next(iter(weights.values()))).dtype
-    module = copy.deepcopy(module).to(dtype)
+    weights = to_numpy(task.params)
+    module = copy.deepcopy(module).to(torch.from_numpy(next(iter(weights.values()))).dtype)
     buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
-    module = from_numpy(buffers | weights, module)
+    interop.from_numpy(buffers | weights, module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
     optimizer, after = make_optimizer(module.parameters()), []
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for batch in batches:
-        optimizer.zero_grad()
-        total, weight = as_part(loss_fn(module, jax.tree.map(torch.from_numpy, batch)))
-        (total if weight is None else total / weight).backward()
-        for parameter in trained:  # jaxddp's gradient of an unused one is 0
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if max_grad_norm is not None:  # torch's own clipping adds 1e-6 to the norm
-            grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-            clip_to_norm_(grads, global_norm(grads), max_grad_norm)
-        optimizer.step()
-        after.append(to_numpy(module))
+    trainer = torchref.Trainer(loss_fn, optimizer, module, max_grad_norm=task.trainer.max_grad_norm)
+    for batch in task.batches:
+        trainer.step(jax.tree.map(torch.from_numpy, batch))
+        after.append(interop.to_numpy(module))
     return after
 
 

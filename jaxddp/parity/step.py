@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arguments import check_function, check_integer, is_number
-from .checkpoint.host_state import is_key
-from .mesh import data_mesh
-from .training.validation import check_batch
-from .tree import named_leaves
+from ..arguments import check_function, check_integer
+from ..checkpoint.host_state import is_key
+from ..mesh import data_mesh
+from ..training.validation import check_batch
+from ..tree import named_leaves
+from .comparing import cast, check_atol, difference, has_unlike_copies, wide_enough
 
 _REDUCED_TWICE = "it is summed where the mean is meant, or summed again after autodiff has summed it"
 
@@ -79,9 +80,8 @@ def check_step(
     check_function("make_step", make_step, "a function of a mesh that gives the step")
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)
-    if not is_number(atol) or not atol >= 0:
-        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
-    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
+    check_atol(atol)
+    with wide_enough(dtype):
         parted = list(_Step(make_step, state, batch, num_ranks, axis, state_specs, atol, dtype).parted())
     if parted:
         raise StepParityError(parted, num_ranks)
@@ -188,34 +188,3 @@ def _draws_noise(leaf: Any) -> bool:
 def _other_key(key: Any) -> Any:
     keys = key.reshape(-1) if is_key(key) else key[None]
     return jax.vmap(jax.random.fold_in, (0, None))(keys, 7).reshape(key.shape)
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """A tree with its floating leaves in a dtype, complex ones alike; the leaves as they are if it is None."""
-
-    def leaf_in_dtype(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return leaf
-        array = np.asarray(leaf)
-        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            return array
-        return array.astype(jnp.promote_types(dtype, jnp.complex64) if np.iscomplexobj(array) else dtype)
-
-    return jax.tree.map(leaf_in_dtype, tree)
-
-
-def has_unlike_copies(leaf: jax.Array) -> bool:
-    """Whether devices that should hold the same hold other bits."""
-    copies: dict[str, set[bytes]] = {}
-    for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-        copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-    return any(len(bits) > 1 for bits in copies.values())
-
-
-def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
-    """The largest of any element, relative to the largest element where that is above ``least``."""
-    if found.shape != right.shape:
-        return np.inf
-    wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
-    return float(apart / (max(least, float(size)) or 1.0))
