@@ -19,7 +19,7 @@ FLOORS = (
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry",
      "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
      "flax", "parity", "scopes", "plain", "network", "sizes", "table",
-     "environment", "processes"),
+     "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

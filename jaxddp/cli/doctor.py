@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import __version__, environment
+from .. import __version__
 from ..planning.chips import CHIPS, chip_of
+from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
+from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0
@@ -27,10 +29,9 @@ _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 _ASK = {
     "JAX": """
 import json
-from jaxddp.cli.quiet import import_jax
+from jaxddp.plugins import cuda_plugins, devices, import_jax
 import_jax()
 import jax
-from jaxddp.plugins import cuda_plugins, devices
 kinds = [device.device_kind for device in devices()]
 cuda = [int(name.removeprefix("xla_cuda")) for name in cuda_plugins()]
 print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(), "devices": kinds, "cuda": cuda}))
@@ -38,7 +39,7 @@ print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(),
     "torch": """
 import json
 import torch
-from jaxddp.environment import cuda_libraries
+from jaxddp.cli.environment import cuda_libraries
 count = torch.cuda.device_count()
 kinds = [torch.cuda.get_device_name(index) for index in range(count)] if torch.cuda.is_available() else []
 cuda = [int(torch.version.cuda.split(".")[0])] if torch.version.cuda else []
@@ -99,7 +100,7 @@ def examine() -> Iterator[Line]:
         yield _framework_line(framework, ask(framework), len(gpus), driver)
     for owners, file in environment.shared_libraries().items():
         yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
-    if len(plugins := [name for name in environment.cuda_wheels() if name.startswith("jax-cuda")]) > 1:
+    if len(plugins := cuda_plugins()) > 1:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
         yield Line("libraries", " and ".join(plugins), advice, FAIL)
     yield _job_line()

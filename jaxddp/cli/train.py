@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
+from ..plugins import import_jax
 from ..processes.job import find_job
 from ..sizes import SIZES
 from ..table import table
@@ -20,7 +21,6 @@ from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Corpus
 from .interrupts import Signalled, noted_signals
 from .launch import launch
-from .quiet import import_jax
 
 DEFAULT_SIMULATED_DEVICES = 4
 NUM_VALIDATION_BATCHES = 4
