@@ -1,14 +1,11 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: it holds every leaf in full, without padding, under its name in the state,
-such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. ``DIR/120/state.npz`` holds the arrays;
-``about.json`` (``folder.py``) describes each by its shape and dtype.
+A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
+name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
+It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing.
 
-A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
-nothing: bfloat16 may be restored as float32, but not the other way round.
-
-Assumptions: the host has memory for the state. With several processes, each leaf in turn is gathered on every device
-while it is copied to the host; with one process no device holds more than its shards.
+The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
+is copied to the host; with one process no device holds more than its shards.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
-            FloatingPointError: If parameters, or arrays of the optimizer state, hold NaN or infinity.
+            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite.
             OSError: If it cannot be written; older checkpoints stay.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -62,7 +59,8 @@ class Checkpoints(CheckpointFolder):
         self._together(lambda: self._begin(step))
         arrays, nonfinite = {}, []
         for name, array in to_host(trainer, state):
-            if not _is_finite(name, array):
+            is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
+            if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
                 nonfinite.append(name)
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
@@ -84,8 +82,7 @@ class Checkpoints(CheckpointFolder):
 
         Args:
             trainer: May have other ranks and another strategy than the trainer that saved.
-            params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
-                Dtypes may be wider than those saved, never narrower.
+            params: The model's parameters, arrays or ``jax.ShapeDtypeStruct``; dtypes may be wider than those saved.
             model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
 
@@ -93,9 +90,8 @@ class Checkpoints(CheckpointFolder):
             The state, and the data position saved with it.
 
         Raises:
-            ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
-                damaged, or written by another version; if a process cannot read what process 0 reads; or if the mesh
-                is a target's.
+            ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,
+                or of another version; a process cannot read what process 0 reads; or the mesh is a target's.
             OSError: If it cannot be read.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -120,7 +116,7 @@ class Checkpoints(CheckpointFolder):
             that tree and one like it.
         """
         about = self._agree(step)
-        tree = {"params": params} if model_state is None else {"params": params, "model_state": model_state}
+        tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
         self._check_fits(about, tree, is_whole=False)
         leaves = named_leaves(tree)
         arrays = self._read(about, leaves)
@@ -167,12 +163,6 @@ class Checkpoints(CheckpointFolder):
 
     def _exchange(self, text: str) -> list[str]:
         return list(gather_texts(text, _ANSWER_S))
-
-
-def _is_finite(name: str, array: np.ndarray) -> bool:
-    """Whether a leaf has no NaN or infinity; scalars of an optimizer may, such as the best loss so far."""
-    is_checked = array.ndim > 0 or name.startswith("params")
-    return not is_checked or not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
 
 
 def _dtype_of(leaf: Any) -> str:

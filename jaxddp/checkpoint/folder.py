@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from ..arguments import check_function, check_integer, check_path
 
 T = TypeVar("T")
-_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
+_RAISED = {"ValueError": ValueError, "OSError": OSError}
 
 
 class DamagedError(ValueError):
@@ -42,11 +42,7 @@ class DamagedError(ValueError):
 
 
 class CheckpointFolder(abc.ABC):
-    """What both packages do with a folder of checkpoints; a context manager.
-
-    Attributes:
-        directory: The folder, which all processes of a job see.
-    """
+    """What both packages do with a folder of checkpoints, ``directory``; a context manager."""
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
@@ -58,8 +54,7 @@ class CheckpointFolder(abc.ABC):
         """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder; on a shared file system if processes are on several hosts. What else it holds is
-                left alone.
+            directory: The folder, which all processes of a job see. What else it holds is left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
@@ -107,9 +102,7 @@ class CheckpointFolder(abc.ABC):
 
         It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
 
-        Raises:
-            ValueError: If there is no such checkpoint, or it is damaged or written by another version.
-            OSError: If it cannot be read.
+        Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
         return self._choose(step, self._about)
 
@@ -134,7 +127,8 @@ class CheckpointFolder(abc.ABC):
             found = function() if each or number == 0 else None
             said = {} if each else {"found": found}
         except Exception as error:
-            raised, said = error, {"raised": _described(error)}
+            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), type(error).__name__)
+            raised, said = error, {"raised": (kind, str(error))}
         finally:
             answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
         errors = [answer.get("raised") for answer in answers]
@@ -143,7 +137,8 @@ class CheckpointFolder(abc.ABC):
         if raised is not None and all(error == errors[0] for error in errors):
             raise raised
         first, (kind, text) = next((number, error) for number, error in enumerate(errors) if error)
-        raise _error_of(kind, f"{self.one} {first}: {text}" if each else text) from raised
+        text = f"{self.one} {first}: {text}" if each else text
+        raise _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}") from raised
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -156,10 +151,8 @@ class CheckpointFolder(abc.ABC):
             with file:
                 file.seek(0)
                 holding = file.read().decode(errors="replace") or "another process"
-            raise ValueError(
-                f"directory (={str(self.directory)!r}) is being written to by {holding}: let that finish, or save into "
-                "another folder"
-            ) from None
+            said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
+            raise ValueError(f"{said}: let that finish, or save into another folder") from None
         except OSError:  # a file system without locks
             pass
         self._writer = file
@@ -170,16 +163,14 @@ class CheckpointFolder(abc.ABC):
             shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int) -> None:
-        """Makes way for a save, in process 0; raises a ValueError if there is none."""
+        """Makes way for a save, in process 0."""
         self._lock()
         for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
             names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
             damaged.rename(next(name for name in names if not os.path.lexists(name)))
         if step <= (newest := max(self.steps(), default=-1)):
-            raise ValueError(
-                f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
-                f" folder, or remove those of step {step} and later"
-            )
+            said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
+            raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
         if os.path.lexists(path := self._path(step)):
             raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
 
@@ -213,10 +204,9 @@ class CheckpointFolder(abc.ABC):
         first = self._together(lambda: self._choose(step, self._sound))
 
         def read() -> dict[str, Any]:
-            about = first if self._place[0] == 0 else self._sound(first["step"])
-            if about != first:
+            if self._place[0] and self._sound(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
-            return about
+            return first
 
         return self._together(read, each=True)
 
@@ -276,10 +266,8 @@ class CheckpointFolder(abc.ABC):
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
     """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
     if names:
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        raise FloatingPointError(
-            f"state of step {step} must be finite to be saved: {', '.join(names[:3])}{more} are not"
-        )
+        found = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
 
 
 def as_json(data_position: Any) -> Any:
@@ -288,17 +276,6 @@ def as_json(data_position: Any) -> Any:
         return json.loads(json.dumps(data_position))
     except (TypeError, ValueError) as error:
         raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
-
-
-def _described(error: Exception) -> tuple[str, str]:
-    """Tells what was raised, for other processes."""
-    kinds = [name for name, kind in _RAISED.items() if isinstance(error, kind)]
-    return (kinds or [type(error).__name__])[0], str(error)
-
-
-def _error_of(kind: str, text: str) -> Exception:
-    """Undoes ``_described``."""
-    return _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}")
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

@@ -55,10 +55,8 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
     """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
-    layout, places = trainer.layout(state), places_of(trainer, state)
-    owners = layout.owners
-    owned = set()
-    if owners is not None:
+    layout, places, owned = trainer.layout(state), places_of(trainer, state), set()
+    if (owners := layout.owners) is not None:
         names = named_leaves({"opt_state": owners.slots})
         owned = {name for name, param in zip(names, owners.param_of, strict=True) if param is not None}
     placed = {

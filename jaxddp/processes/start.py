@@ -36,10 +36,9 @@ def start_process(
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
     Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
-    GKE); outside any job this is a program of one process. Each process then sees every device of the job, and
-    ``data_mesh()`` spans them all. On CPU they communicate over Gloo, on GPUs over NCCL. A process alone on its host
-    uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When another process
-    is killed, fails or no longer answers, this one prints a line and ends with status 5, not to wait in a collective.
+    GKE); outside any job this is one process. ``data_mesh()`` then spans every device of the job. A process
+    alone on its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When
+    another process is killed, fails or no longer answers, this one prints a line and ends with status 5.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
