@@ -22,10 +22,7 @@ from .communication.reduction import wide
 from .metrics import Part, Weighted, is_marker, map_marked, map_parts, part_of
 from .tree import path_name
 
-_WEIGHT_DEPENDS = (
-    "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
-    " jax.lax.stop_gradient, or return the quotient as a mean"
-)
+_WEIGHT_DEPENDS = "the weight of jaxddp.Weighted must not depend on the parameters: wrap it in jax.lax.stop_gradient"
 
 
 class Parts(NamedTuple):
@@ -42,9 +39,8 @@ PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = False) -> PartialLoss:
     """Wraps a user's loss function, as ``Trainer`` takes it, to be differentiated in ``total``.
 
-    Of aux values, a floating scalar is averaged over ranks and micro-batches with the loss's weights; a leaf that is
-    ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark values of examples. Others are refused when the
-    loss is traced. The model state is ``()`` without ``has_state``.
+    Aux values that are floating scalars are averaged with the loss's weights, ``Weighted`` ones with their own. The
+    model state is ``()`` without ``has_state``.
     """
     call = with_key(loss_fn, has_state)
 
@@ -56,12 +52,9 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         if has_aux or has_state:
             has_both = has_aux and has_state
             if not _is_pair(result) or (has_both and not _is_pair(result[1])):
-                wanted = (
-                    "(loss, (new_state, aux)) when has_state and has_aux are set" if has_both
-                    else "(loss, new_state) when has_state is set" if has_state
-                    else "(loss, aux) when has_aux is set"
-                )  # fmt: skip
-                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted}")
+                second = "(new_state, aux)" if has_both else "new_state" if has_state else "aux"
+                flags = " and ".join(["has_state"] * has_state + ["has_aux"] * has_aux)
+                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, {second}) when {flags} is set")
             result, rest = result
             new_state, aux = rest if has_both else (rest, None) if has_state else ((), rest)
             new_state = _like(new_state, model_state)
@@ -108,10 +101,8 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     for value in values:
         found = () if isinstance(value, Number) else getattr(value, "shape", type(value).__name__)
         if found != ():
-            raise ValueError(
-                f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"
-                " scalars; return aux values with has_aux=True"
-            )
+            said = f"loss_fn (={_name(loss_fn)}) returned {found}"
+            raise ValueError(f"{said}: the loss must be a scalar or jaxddp.Weighted of scalars; aux needs has_aux=True")
     is_known = isinstance(loss, Weighted) and not isinstance(loss.weight, jax.core.Tracer)
     if is_known and not 0 <= loss.weight < math.inf:
         raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must not be negative, NaN or infinite")
@@ -153,10 +144,8 @@ def _like(new_state: Any, model_state: Any) -> Any:
 
     def leaf(path: Any, new: Any, old: jax.Array) -> jax.Array:
         if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
-            raise ValueError(
-                f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]}) must have shape and "
-                f"dtype of that in model_state (={old.dtype}{[*old.shape]})"
-            )
+            said = f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]})"
+            raise ValueError(f"{said} must have shape and dtype of that in model_state (={old.dtype}{[*old.shape]})")
         # A number of Python's in it would have a weak dtype, which a loop over micro-batches refuses.
         is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
         return new if is_key else jax.lax.convert_element_type(new, old.dtype)
@@ -168,17 +157,15 @@ def _check_mean(name: str, leaf: Any) -> None:
     """Refuses an aux value that must not be averaged over ranks: a count, and what has entries for single examples."""
     shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
     if shape or jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"aux leaf {name!r} (={[*shape] if shape else dtype}) must be marked: as jaxddp.Mean, Sum or PerExample of"
-            " values of the examples, or jaxddp.Weighted(value, weight); a floating scalar is averaged over ranks"
-        )
+        found = f"aux leaf {name!r} (={[*shape] if shape else dtype})"
+        raise ValueError(f"{found} must be marked: as jaxddp.Mean, Sum or PerExample of examples, or jaxddp.Weighted")
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
     A key that ``functools.partial`` has set stays. None, to evaluate, is not passed on: the default counts. A loss with
-    a model state must have one: else its BatchNorm would normalise by the examples that a rank evaluates.
+    a model state must take one: its BatchNorm would normalise by the examples that a rank evaluates.
     """
     num_inputs = 2 + has_state
     try:

@@ -27,10 +27,9 @@ class Weighted(NamedTuple):
 
     Attributes:
         total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
-        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, since
-            the sum of totals would lack it: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is
-            refused where it is known when the loss is traced; of data, it makes the loss and the gradients of all ranks
-            NaN, which the trainer's ``nonfinite`` finds.
+        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
+            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is refused
+            where it is constant; of data, it makes loss and gradients of all ranks NaN.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -67,7 +66,7 @@ class PerExample(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A summand: a total and its weight, None if every summand counts alike."""
+    """A summand: a total and its weight, None if all count alike."""
 
     total: jax.Array
     weight: jax.Array | None

@@ -69,16 +69,13 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
         if trainable is None or trainable(name):
             raise ValueError(
                 f"parameter {name!r} is {kind}, which must not be trained: give it as model_state=... to init of a"
-                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen, or nnx.split(model, nnx.Param, ...),"
-                " take parameters and state apart"
+                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen take parameters and state apart"
             )
     check_leaves("params", leaves)
     for name, leaf in leaves.items():
         if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "
-                "leave it out with Trainer(trainable=...)"
-            )
+            said = f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype"
+            raise ValueError(f"{said}; leave it out with Trainer(trainable=...)")
     if trainable is not None and not any(map(trainable, leaves)):
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
 

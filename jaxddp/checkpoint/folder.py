@@ -113,7 +113,7 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def _exchange(self, text: str) -> list[str]:
-        """Gives the texts of all processes; all call it, as often as the others."""
+        """Gives the texts of all processes."""
 
     def _together(self, function: Callable[[], T], each: bool = False) -> T:
         """Runs a function in process 0, which gives JSON that all get, or in each; what one raises, all raise."""
@@ -194,10 +194,17 @@ class CheckpointFolder(abc.ABC):
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        ours = [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))]
-        for old in ours[: -self._keep]:
+        for old in self._ours()[: -self._keep]:
             removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
             shutil.rmtree(removed, ignore_errors=True)
+
+    def _ours(self) -> list[int]:
+        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
+        ours = []
+        for step in self.steps():
+            with contextlib.suppress(OSError):
+                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
+        return ours
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
@@ -281,10 +288,9 @@ def as_json(data_position: Any) -> Any:
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:
     """What this program wrote about a checkpoint; None if it is damaged, or not this program's. Raises OSErrors."""
     path = checkpoint / "about.json"
-    if not path.is_file() or not path.stat().st_size:  # a pipe, or a file of the system without an end
-        return None
     try:
-        written = json.loads(path.read_bytes())
+        # Neither a pipe, nor a file of the system without an end.
+        written = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size else {}
         return written["about"] if written["crc32"] == _checksum(written["about"]) else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
@@ -292,13 +298,6 @@ def _read_about(checkpoint: Path) -> dict[str, Any] | None:
         if error.errno != errno.EIO:  # rights and the like are no damage
             raise
         return None
-
-
-def _is_ours(checkpoint: Path) -> bool:
-    """Whether a folder holds what this program writes, which alone it removes."""
-    with contextlib.suppress(OSError):
-        return _read_about(checkpoint) is not None
-    return False
 
 
 def _on_disk(path: Path) -> tuple[int, int]:

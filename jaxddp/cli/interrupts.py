@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signalled(Exception):
-    """A run ended because of the signal ``number``, after it saved what it had; the text says how far it came."""
+    """A run ended because of the signal ``number``, after it saved; the text says how far it came."""
 
     def __init__(self, number: int, text: str = "") -> None:
         super().__init__(text)

@@ -1,8 +1,7 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. This needs no torch, listens to no other host, and leaves nothing behind that they have started. In a job of
-several processes, which srun, torchrun or mpirun has started, each process becomes the script.
+They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, with all that they have
+started, and the exit status is its own. In a job of several processes each becomes the script.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
     """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
-    Each has a log in ``log_dir``, and process 0 alone is shown; if that is None all are shown. All are started again
-    after one has failed, but not after a signal, at most ``max_restarts`` times.
+    With ``log_dir`` process 0 alone is shown. All are started again after one has failed, but not after a signal.
     """
     check_integer("num_processes", num_processes)
     check_integer("max_restarts", max_restarts, 0)
@@ -140,16 +138,12 @@ class _Processes:
             )
             self.processes.append(process)
             if process.stdout is not None and log_dir is not None:
-                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
-                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
-                self.readers.append(reader)
-                reader.start()
+                copied = process.stdout, Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb", rank == 0
+                self.readers.append(threading.Thread(target=_copy, args=copied, daemon=True))
+                self.readers[-1].start()
 
     def wait(self) -> tuple[int, bool]:
-        """Waits for all, and ends the others after the first failure; the exit status, and whether a signal came.
-
-        Signals of schedulers are passed on to the processes, which end by themselves.
-        """
+        """Waits for all, and ends the others after a failure, or passes signals on; the status, and if one came."""
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
             try:
@@ -208,7 +202,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
-    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    """Copies what a process prints to its log, and to standard output if it is shown; goes on without either."""
     with lines, contextlib.ExitStack() as stack:
         log, is_logged = None, True
         for line in lines:
@@ -221,8 +215,5 @@ def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
             except OSError as error:
                 is_logged = False
                 print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            try:
-                if is_shown:
-                    os.write(1, line)
-            except OSError:  # closed, as by head
-                is_shown = False
+            with contextlib.suppress(OSError):  # closed, as by head
+                os.write(1, line if is_shown else b"")

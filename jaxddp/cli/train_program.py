@@ -21,7 +21,7 @@ from ..registry import is_bucketed
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
-from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, take_steps
+from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, summary, take_steps
 
 
 def train(
@@ -31,8 +31,7 @@ def train(
 ) -> list[StepReport]:
     """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
 
-    Returns the reports; none if a resumed run has already taken all its steps. Raises as ``take_steps``, and a
-    ValueError if the options do not fit together, the data, the machine or the checkpoint.
+    Returns the reports; none if a resumed run has taken all its steps. Raises as ``take_steps``, and ValueErrors.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)
@@ -70,10 +69,10 @@ def train(
         planned = trainer.planned(training.state, batch)
         program, compile_s = stopwatch(trainer.compile, training.state, batch)
         say(f"compiled in {compile_s:.1f} s")
-        progress = take_steps(options, corpus, training, folder, num_batches, say, on_step)
-    for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
+        reports = take_steps(options, corpus, training, folder, num_batches, say, on_step)
+    for line in summary(options, reports, planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
-    return progress.reports
+    return reports
 
 
 class _Training:

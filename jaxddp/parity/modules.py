@@ -97,8 +97,7 @@ def first_difference(
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
 
     Args:
-        loss_fn: ``(params, batch)`` to a scalar. It runs outside of ``jit``; what is marked must not lie within
-            ``jax.checkpoint``.
+        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``; marks must not lie within ``jax.checkpoint``.
         params: A tree of arrays.
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
@@ -106,8 +105,7 @@ def first_difference(
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Raises:
-        ValueError: If an argument is of another kind, or no module has a counterpart.
+    Raises a ValueError if no module has a counterpart.
     """
     check_function("loss_fn", loss_fn)
     check_function("torch_loss", torch_loss)
@@ -122,7 +120,10 @@ def first_difference(
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
         mine = {key: ours.get((in_jax(key[0]), key[1])) for key in theirs}
-        apart.append({key: _difference(found, theirs[key]) for key, found in mine.items() if found is not None})
+        for key, found in mine.items():
+            if found is not None and found.ndim == 4 and found.shape != theirs[key].shape:
+                mine[key] = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
+        apart.append({key: difference(one, theirs[key], 0.0) for key, one in mine.items() if one is not None})
     exact, rounded = apart
     limit = _ROUNDED * float(jnp.finfo(dtype).eps)
     compared = tuple(
@@ -133,19 +134,15 @@ def first_difference(
     only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
     only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)
     if not compared:
-        raise ValueError(
-            f"no module has a counterpart: PyTorch has {', '.join(only_in_torch[:5])}, and JAX"
-            f" {', '.join(only_in_jax[:5]) or 'nothing that is a Flax module or marked'}; give names="
-        )
+        torchs, jaxs = ", ".join(only_in_torch[:5]), ", ".join(only_in_jax[:5]) or "nothing that is a module or marked"
+        raise ValueError(f"no module has a counterpart: PyTorch has {torchs}, and JAX {jaxs}; give names=")
     return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
 
 
+# By name and whether it is a gradient: outputs in the order of the forward, then gradients by them.
 Values = dict[tuple[str, bool], np.ndarray]
-"""By name and whether it is a gradient: outputs in the order of the forward, then gradients by them."""
 
-
-_Mark = Callable[[str, jax.Array], jax.Array]
-_record: ContextVar[_Mark] = ContextVar("jaxddp_marks", default=lambda name, value: value)
+_record: ContextVar[Callable[[str, jax.Array], jax.Array]] = ContextVar("marks", default=lambda name, value: value)
 
 
 def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Values:
@@ -248,12 +245,6 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
     return values | grads, kinds
-
-
-def _difference(mine: np.ndarray, right: np.ndarray) -> float:
-    if mine.ndim == 4 and mine.shape != right.shape:
-        mine = mine.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-    return difference(mine, right, least=0.0)
 
 
 def _numbered(name: str, taken: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ of each rank with each other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,15 +41,11 @@ class Result(NamedTuple):
 
     strategy: str  # its name, or "PyTorch"
     num_ranks: int  # of the strategy
-    # the largest after any step, relative to the largest element of a leaf where that is above 1; infinite if ranks
-    # hold different copies; None if the strategy refused
-    difference: float | None
+    difference: float | None  # the largest after any step; infinite if copies differ; None if the strategy refused
     step: int | None = None  # the first step after which anything parted, from 1; None if nothing did
-    # the first that did: the name of a parameter, opt_state.NAME, model_state.NAME, metrics.NAME, or copies of NAME
-    leaf: str | None = None
+    leaf: str | None = None  # the first that did: of parameters, opt_state, model_state, metrics, or copies of one
     refused: str = ""  # why the strategy took no such training; empty if it did
-    # what it ended with, by dotted name, with the model state; "PyTorch" by its own names
-    params: Mapping[str, np.ndarray] = MappingProxyType({})
+    params: Mapping[str, np.ndarray] = MappingProxyType({})  # what it ended with, by name, with the model state
 
     def __repr__(self) -> str:
         """One line, without arrays."""
@@ -102,16 +98,14 @@ def check(
         trainable: Predicate on a parameter's name.
         model_state: As of ``Trainer.init``; its statistics must be those of the whole batch.
         torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
-            ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same weights, clipped and
-            frozen alike, and its parameters compared by the names of ``checkpoint.interop``.
+            ``partial(torch.optim.AdamW, lr=1e-3)``; trained on one process from the same weights.
 
     Returns:
         A result of each training.
 
     Raises:
         ParityError: If one parts; it shows the first step and leaf of each.
-        ValueError: If there are fewer than two batches, one cannot be split over the ranks, no parameter moves on one
-            device, or a named strategy, or every one, refuses such a training.
+        ValueError: If a batch cannot be split over the ranks, nothing moves, or a named strategy or all of them refuse.
     """
     check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
@@ -190,11 +184,28 @@ def _under_strategies(
     return results
 
 
-def _under_torch(task: _Task, torch: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
-    names = dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
+def _under_torch(task: _Task, given: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
+    import copy
+
+    import torch
+
+    import torchref
+    from torchref import interop
+
+    weights, ours = to_numpy(task.params), dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
+    module, loss_fn, make_optimizer = copy.deepcopy(given[0]), *given[1:]
+    module.to(torch.from_numpy(next(iter(weights.values()))).dtype)
+    buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
+    interop.from_numpy(buffers | weights, module)
     is_trained = task.trainer.trainable or (lambda name: True)
-    found = _in_torch(*torch, task, {theirs for theirs, ours in names.items() if not is_trained(ours)})
-    right = [to_numpy(like(task.params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and is_trained(ours[name]))
+    optimizer, found = make_optimizer(module.parameters()), []
+    trainer = torchref.Trainer(loss_fn, optimizer, module, max_grad_norm=task.trainer.max_grad_norm)
+    for batch in task.batches:
+        trainer.step(jax.tree.map(torch.from_numpy, batch))
+        found.append(interop.to_numpy(module))
+    right = [to_numpy(like(task.params, {name: one[_PARAMS + name] for name in ours.values()})) for one in expected]
     return _compare(TORCH, 1, found, right, atol)
 
 
@@ -265,30 +276,6 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
         found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
         unlike = [name.removeprefix(_PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
         after.append(found | {f"copies of {name}": np.array(0) for name in unlike})
-    return after
-
-
-def _in_torch(
-    module: Any, loss_fn: Any, make_optimizer: Any, task: _Task, frozen: Collection[str]
-) -> list[dict[str, np.ndarray]]:
-    import copy
-
-    import torch
-
-    import torchref
-    from torchref import interop
-
-    weights = to_numpy(task.params)
-    module = copy.deepcopy(module).to(torch.from_numpy(next(iter(weights.values()))).dtype)
-    buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
-    interop.from_numpy(buffers | weights, module)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
-    optimizer, after = make_optimizer(module.parameters()), []
-    trainer = torchref.Trainer(loss_fn, optimizer, module, max_grad_norm=task.trainer.max_grad_norm)
-    for batch in task.batches:
-        trainer.step(jax.tree.map(torch.from_numpy, batch))
-        after.append(interop.to_numpy(module))
     return after
 
 
