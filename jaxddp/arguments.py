@@ -1,7 +1,4 @@
-"""Checks of arguments by their kind: one line in place of an error far from the call, in words that are not its own.
-
-What is refused raises a ValueError. No framework is imported.
-"""
+"""Checks of arguments by their kind: a ValueError of one line in place of an error far from the call."""
 
 from __future__ import annotations
 

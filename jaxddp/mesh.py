@@ -6,8 +6,6 @@ on the CPU, an accelerator of one machine, or of several processes. Only this fi
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -40,20 +38,6 @@ def simulate_devices(num_devices: int) -> None:
             f"num_devices (={num_devices}) cannot be simulated: JAX has already started with "
             f"{jax.device_count()} {jax.default_backend()} device(s); call simulate_devices before using JAX"
         ) from error
-
-
-def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
-    """The mesh on the machine's accelerators, all if None, or on simulated CPU devices; a ValueError if too few."""
-    # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
-    try:
-        found = devices()
-    except RuntimeError as error:
-        raise ValueError(f"JAX finds no device to run on: {error}") from error
-    if num_ranks is None and found[0].platform == "cpu":
-        num_ranks = min(default_simulated, len(found))
-    return data_mesh(num_ranks)
 
 
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:

@@ -42,15 +42,9 @@ class Weighted(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Values to be averaged over examples.
+    """Values to be averaged over examples, such as ``Mean(guess == batch["y"])`` for the accuracy."""
 
-    Example:
-        >>> def eval_fn(params, batch):
-        ...     guess = (batch["x"] @ params["w"]).argmax(-1)
-        ...     return {"accuracy": Mean(guess == batch["y"]), "guess": PerExample(guess)}
-    """
-
-    values: Any
+    values: Any  # [examples, ...]
 
 
 class Sum(NamedTuple):
@@ -101,10 +95,9 @@ def map_per_example(function: Callable[[jax.Array], jax.Array], parts: Any) -> A
 
 
 def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_real: Any = None) -> Any:
-    """Gives what this rank's ``num_examples`` contribute: a ``Part`` or a ``Sum``, to be added up, or ``PerExample``.
+    """What this rank's ``num_examples`` contribute: a ``Part`` or a ``Sum``, to be added up, or ``PerExample``.
 
-    ``is_real``, bool[num_examples], are those that count, all if None. ``name`` is the leaf's, for the ValueError if
-    the values are not one for each example.
+    ``is_real``, bool[num_examples], are those that count, all if None. A ValueError names the leaf.
     """
     if getattr(marker.values, "shape", ())[:1] != (num_examples,):
         kind = f"{type(marker).__name__} of {_kind(marker.values)}"

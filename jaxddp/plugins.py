@@ -36,10 +36,7 @@ def import_jax() -> None:
 
 
 def devices() -> list[Any]:
-    """Starts JAX if it has not started yet, and lists its devices.
-
-    It starts on the CPU where no platforms are named and the machine has no device of any installed plugin.
-    """
+    """Starts JAX, on the CPU where no platforms are named and no installed plugin has a device; lists its devices."""
     import jax
 
     disable_plugins(superseded_plugins())

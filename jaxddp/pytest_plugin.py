@@ -48,8 +48,8 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
 
         found, sources = Counter[str](), {}
         for one in collectives(program, *args, target=target).found:
-            found[_line(one)] += one.count
-            sources[_line(one)] = one
+            found[line := _line(one)] += one.count
+            sources[line] = one
         path = Path(request.path).parent / snapshot
         if request.config.getoption("--update-collectives"):
             path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(found.items())))
@@ -77,7 +77,7 @@ def check_collectives(
     reduced_once: bool = False,
     max_bytes: float | None = None,
 ) -> None:
-    """Checks what a program communicates in one call.
+    """Checks what a program communicates in one call; an AssertionError names each difference.
 
     Args:
         program: As ``jaxddp.collectives`` takes it.
@@ -88,10 +88,6 @@ def check_collectives(
         not_in_loops: Kinds that must not stand in a loop.
         reduced_once: Whether no reduction may stand in a loop over micro-batches.
         max_bytes: Of the full buffers of all collectives together.
-
-    Raises:
-        AssertionError: If it communicates otherwise; the lines name the difference by kind, bytes and source.
-        ValueError: As ``jaxddp.collectives``.
     """
     __tracebackhide__ = True
     from .instruments.collectives import collectives, in_bytes

@@ -67,8 +67,7 @@ def all_reduce_grads(
 def all_reduce_wire(ranks: Ranks, plan: BucketPlan, hook: Hook | None = None) -> Wire:
     """How buckets are all-reduced: on GPUs large gradients are sent as they are, where the plan does not hold them.
 
-    XLA joins reductions of one key to one of several operands, without copies, which NCCL gets as one group; those of a
-    hook may be merged with each other. ``jaxddp.compile_options`` keep those of other keys apart.
+    XLA joins reductions of one key to one of several operands, without copies; ``compile_options`` keep others apart.
     """
 
     def send(buffer: Any, key: str) -> Any:

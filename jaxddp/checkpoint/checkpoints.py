@@ -107,13 +107,10 @@ class Checkpoints(CheckpointFolder):
         return to_ranks(trainer, state, self._read(about, named_leaves(places))), about["data_position"]
 
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
-        """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
-
-        Arguments and errors are those of ``restore``; what else the checkpoint has is left there.
+        """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate; as ``restore``.
 
         Returns:
-            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``; with a ``model_state``
-            that tree and one like it.
+            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys; with a ``model_state`` that and one like it.
         """
         about = self._agree(step)
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
@@ -138,10 +135,7 @@ class Checkpoints(CheckpointFolder):
         }
 
     def _check_fits(self, about: dict[str, Any], wanted: Mapping[str, Any], is_whole: bool = True) -> None:
-        """Raises a ValueError that names the first leaf of another name or shape, or of a narrower dtype.
-
-        ``wanted`` are trees by their names in the state; with ``is_whole`` the checkpoint must have no more in them.
-        """
+        """Refuses the first leaf of another name, shape or narrower dtype; ``is_whole``: there may be no others."""
         checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
         theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
         for name in dict.fromkeys([*ours, *theirs]):
@@ -152,10 +146,8 @@ class Checkpoints(CheckpointFolder):
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
             if not _holds(here[0], there[0]):
-                raise ValueError(
-                    f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits:"
-                    f" restore in {there[0]}"
-                )
+                said = f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits"
+                raise ValueError(f"{said}: restore in {there[0]}")
 
     @property
     def _place(self) -> tuple[int, int]:

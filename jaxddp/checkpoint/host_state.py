@@ -45,10 +45,7 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
-    """Copies the full parameters to the host, as NumPy arrays in the tree that ``Trainer.init`` was given.
-
-    They go leaf by leaf: in one process no device holds more than its shards.
-    """
+    """Copies the full parameters to the host leaf by leaf, as NumPy arrays in the tree that ``init`` was given."""
     check_state(state)
     return jax.tree.map(_to_host, *trainer.masters(state))
 

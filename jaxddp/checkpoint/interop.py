@@ -66,18 +66,15 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     check_kind("arrays", arrays, Mapping, "a mapping of arrays by name")
     leaves = _named_leaves(like)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
-    faults = [f"unknown {name!r}" for name in given if name not in leaves]
-    faults += [f"missing {name!r}" for name in leaves if name not in given]
-    for name, (dims, leaf) in leaves.items():
-        if name not in given:
-            continue
-        shape = tuple(leaf.shape[dim] for dim in dims)
-        if given[name].shape != shape:
-            faults.append(f"{name!r} has shape {given[name].shape}, not {shape}")
-        if given[name].dtype != leaf.dtype:
-            faults.append(f"{name!r} has dtype {given[name].dtype}, not {leaf.dtype}")
-        elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            faults.append(f"{name!r} has dtype {leaf.dtype}, which needs jax_enable_x64")
+    wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
+    found = {name: f"{array.dtype} {array.shape}" for name, array in given.items()}
+    faults = [
+        f"{name!r} is {found.get(name, 'missing')}, not {wanted.get(name, 'wanted')}"
+        for name in wanted | found
+        if found.get(name) != wanted.get(name)
+    ]
+    narrowed = [name for name, array in given.items() if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype]
+    faults += [] if faults else [f"{name!r} is {found[name]}, which needs jax_enable_x64" for name in narrowed]
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
     # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.

@@ -16,10 +16,7 @@ from ..arguments import check_path
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads the weights of a file, by name, in the order in which they were written.
-
-    Raises a ValueError if the file is truncated or holds no weights, an OSError if it cannot be read.
-    """
+    """Reads the weights of a file, by name, in the order in which they were written; a ValueError if it has none."""
     check_path("path", path)
     try:
         return read_arrays(path)

@@ -1,7 +1,4 @@
-"""``python -m jaxddp doctor``: what this machine has for training, and what will not work.
-
-Each framework is asked in a process of its own: what breaks it is a line of the report, and no GPU is held.
-"""
+"""``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
 
 from __future__ import annotations
 
@@ -83,10 +80,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
-    if arguments.json:
-        print(json.dumps([line._asdict() for line in lines]))
-    for line in [] if arguments.json else lines:
-        print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
+    shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
+    print(*[json.dumps([line._asdict() for line in lines])] if arguments.json else shown, sep="\n")
     return int(any(line.status == FAIL for line in lines))
 
 

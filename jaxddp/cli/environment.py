@@ -1,7 +1,4 @@
-"""What of a machine changes results or fails before they are there: GPUs, driver, CUDA's libraries, variables, memory.
-
-No framework is imported and no CUDA context is made: the driver is asked by ``nvidia-smi``.
-"""
+"""What of a machine changes results: GPUs, driver, CUDA's libraries, variables, memory. No framework is imported."""
 
 from __future__ import annotations
 

@@ -115,10 +115,7 @@ class _Processes:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         alike = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            **{"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
@@ -148,9 +145,8 @@ class _Processes:
         with noted_signals(is_in_job=False) as signals:
             try:
                 while self._running() and time.monotonic() < until:
-                    for number in signals[num_passed_on:]:
-                        num_passed_on += 1
-                        self._send(number)
+                    self._send(*signals[num_passed_on:])
+                    num_passed_on = len(signals)
                     # First one that fails by itself, not for the loss of another.
                     ended = [one for one in self.processes if one.returncode]
                     ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
@@ -179,13 +175,13 @@ class _Processes:
                 _kill_group(process)
         return [process for process in self.processes if process.returncode is None]
 
-    def _send(self, number: int) -> None:
-        for process in self.processes:
-            process.send_signal(number)  # none to one that has ended
+    def _send(self, *numbers: int) -> None:
+        for number in numbers:
+            for process in self.processes:
+                process.send_signal(number)  # none to one that has ended
 
     def _end(self) -> None:
-        self._send(signal.SIGTERM)
-        self._send(signal.SIGCONT)  # one that is stopped ends as well
+        self._send(signal.SIGTERM, signal.SIGCONT)  # one that is stopped ends as well
         deadline = time.monotonic() + _GRACE_S
         while self._running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)

@@ -1,7 +1,4 @@
-"""What all command lines share: running a command, and errors in one line.
-
-A command is a module with ``add_parser(commands)``; its ``run(arguments)`` gives the exit status if it is not 0.
-"""
+"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 
 import jaxddp
 
-from ..mesh import mesh_of_machine
+from ..checkpoint.interop import from_numpy
+from ..checkpoint.weights import load_weights
 from ..models import build
+from ..plugins import devices
 from ..processes.job import find_job
 from ..registry import is_bucketed
 from ..training.agreement import check_alike
@@ -42,9 +44,6 @@ def train(
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
-        from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
-        from ..checkpoint.weights import load_weights
-
         params = from_numpy(load_weights(options.weights), params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -116,7 +115,15 @@ def start_ranks(options: TrainOptions) -> Mesh:
     """The ranks of the job that this process is in, else those of this machine."""
     job = find_job()
     if job is None:
-        return mesh_of_machine(options.devices, DEFAULT_SIMULATED_DEVICES)
+        # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
+        try:
+            found = devices()
+        except RuntimeError as error:
+            raise ValueError(f"JAX finds no device to run on: {error}") from error
+        simulated = min(DEFAULT_SIMULATED_DEVICES, len(found)) if found[0].platform == "cpu" else None
+        return jaxddp.data_mesh(options.devices or simulated)
     num_ranks = options.devices or job.num_processes
     if num_ranks % job.num_processes:
         raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")

@@ -1,10 +1,4 @@
-"""Your own training, step or model, compared: with one device, and with PyTorch.
-
-trainings.py   ``check``: a training under every strategy, on one device, in PyTorch
-step.py        ``check_step``: a step that is not ours, on one device and on several
-modules.py     ``first_difference``: the first module in which a port and its PyTorch module part
-comparing.py   what they share
-"""
+"""Your own training, step or model beside one device and PyTorch: which part differs, and where first."""
 
 from .modules import first_difference as first_difference
 from .modules import mark as mark

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
@@ -42,8 +42,8 @@ class Compared(NamedTuple):
     kind: str  # its class
     is_backward: bool  # whether it is the gradient
     in_float64: float  # largest difference of an element, relative to the largest element; infinite for other shapes
-    in_dtype: float  # the same in the user's dtype
-    is_apart: bool  # whether it is more than rounding in either
+    in_dtype: float
+    is_apart: bool  # by more than rounding in either
 
     def __str__(self) -> str:
         where = "gradient of the output" if self.is_backward else "output"
@@ -70,13 +70,14 @@ class Comparison:
              f"{one.in_float64:.1e}", f"{one.in_dtype:.1e}", "APART" if one.is_apart else "ok")
             for one in self.compared
         ]  # fmt: skip
+        heads = ("module", "class", "pass", "float64", self.dtype, "check")
         lines = [
-            table(("module", "class", "pass", "float64", self.dtype, "check"), rows, left=("class", "pass", "check"))
+            table(heads, rows, left=("class", "pass", "check")),
+            f"first apart: {self.first}" if self.first else "",
+            f"only in PyTorch: {', '.join(self.only_in_torch)}" if self.only_in_torch else "",
+            f"only in JAX: {', '.join(self.only_in_jax)}" if self.only_in_jax else "",
         ]
-        lines += [f"first apart: {self.first}"] * (self.first is not None)
-        for framework, names in (("PyTorch", self.only_in_torch), ("JAX", self.only_in_jax)):
-            lines += [f"only in {framework}: {', '.join(names)}"] * bool(names)
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
 
 def mark(name: str, value: jax.Array) -> jax.Array:
@@ -149,31 +150,29 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
     with jax.enable_x64(dtype == "float64" or jax.config.read("jax_enable_x64")), jax.disable_jit():
         params, batch = jax.tree.map(jnp.asarray, cast((params, batch), dtype))
 
-        def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def recorded(zeros: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             """The loss and what was marked, each with a zero added, by which the loss can be differentiated."""
             values: dict[str, jax.Array] = {}
 
             def record(name: str, value: jax.Array) -> jax.Array:
                 name = _numbered(_canonical(name), values)
-                values[name] = value if zeros is None else value + zeros[name]
+                values[name] = value + zeros.get(name, 0)
                 return values[name]
 
-            token = _record.set(record)
-            try:
+            def call() -> jax.Array:
+                _record.set(record)
                 with _marked_linen(), _marked_nnx():
-                    loss = loss_fn(params, batch)
-            finally:
-                _record.reset(token)
-            return loss, values
+                    return loss_fn(params, batch)
 
-        zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
+            return copy_context().run(call), values
+
+        zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
         grads, values = jax.grad(recorded, has_aux=True)(zeros)
         named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
         return {key: np.asarray(one, np.float64) for key, one in named}
 
 
-@contextlib.contextmanager
-def _marked_linen() -> Iterator[None]:
+def _marked_linen() -> contextlib.AbstractContextManager[None]:
     """Marks what Linen modules return, by their paths."""
     import flax.linen as nn
 
@@ -182,8 +181,7 @@ def _marked_linen() -> Iterator[None]:
         is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
         return mark(".".join(context.module.path), result) if is_output else result
 
-    with nn.intercept_methods(interceptor):
-        yield
+    return nn.intercept_methods(interceptor)
 
 
 @contextlib.contextmanager

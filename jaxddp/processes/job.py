@@ -80,10 +80,7 @@ class Job(NamedTuple):
 
 
 def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
-    """Finds the job that environment variables describe, ``os.environ`` if None; None if no launcher has set them.
-
-    Raises a ValueError if a launcher's variables are incomplete, are not numbers, or contradict each other.
-    """
+    """Finds the job that environment variables describe; None if no launcher has set them, a ValueError if half set."""
     found = os.environ if environment is None else environment
     if "RANK" in found or "WORLD_SIZE" in found:
         launcher, count, number = "torchrun", "WORLD_SIZE", "RANK"
@@ -107,10 +104,7 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
-    """Describes the job given by hand, whose process may use every device of its host; else that of the environment.
-
-    Raises a ValueError if some of the three are None, one is out of range, or as ``find_job``.
-    """
+    """The job given by hand, whose process may use every device of its host; else that of the environment."""
     if coordinator_address is num_processes is process_id is None:
         return find_job()
     if coordinator_address is None or num_processes is None or process_id is None:
@@ -134,10 +128,7 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
 
 
 def keep_to_loopback(job: Job) -> None:
-    """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface.
-
-    NCCL would take the first other interface: its processes find each other through TCP, even over NVLink.
-    """
+    """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface."""
     if job.num_hosts == 1 and sys.platform == "linux":
         for library in ("NCCL", "GLOO"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

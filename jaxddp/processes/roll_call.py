@@ -51,10 +51,7 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
 
 
 def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
-    """The address at which the other processes reach this one, by the connections of ``meet``.
-
-    None if processes of this host alone have used one, and others may not reach it.
-    """
+    """The address at which the other processes reach this one; None if those of this host alone have used one."""
     addresses = []
     for connection in connections.values():
         with socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -64,10 +61,7 @@ def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
-    """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
-
-    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
-    """
+    """One line about the first entry that is not the same in all, naming who differs from the first; else ""."""
     numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
         expected, *others = (one.get(name, "absent") for one in said)
