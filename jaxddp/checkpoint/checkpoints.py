@@ -24,7 +24,7 @@ from ..training.validation import check_state
 from ..tree import like, named_leaves
 from .folder import CheckpointFolder, as_json, refuse_nonfinite
 from .host_state import is_key, places_of, to_host, to_ranks
-from .weights import read_arrays, write_arrays
+from .weights import read_arrays
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
@@ -73,7 +73,7 @@ class Checkpoints(CheckpointFolder):
             "data_position": data_position,
             "leaves": {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in places.items()},
         }
-        self._together(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
+        self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None

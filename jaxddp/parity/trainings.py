@@ -110,9 +110,9 @@ def check(
     check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
     with wide_enough(dtype):
-        task = _Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
-        expected = _on_one_device(task)
-        results = _under_strategies(task, strategies, num_ranks, expected, atol)
+        task = Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
+        expected = on_one_device(task)
+        results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
     if not results:
@@ -122,10 +122,10 @@ def check(
     return results
 
 
-_PARAMS = "params."
+PARAMS = "params."
 
 
-class _Task:
+class Task:
     """A training, however it is done."""
 
     def __init__(self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
@@ -159,8 +159,8 @@ class _Task:
         return _of_whole_batch(loss), (model_state, map_marked(lambda _, leaf: _of_whole_batch(leaf), aux))
 
 
-def _under_strategies(
-    task: _Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
+def under_strategies(
+    task: Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
 ) -> list[Result]:
     chosen = [strategies] if isinstance(strategies, str) else strategies
     is_all, results = chosen == ["all"], []
@@ -184,7 +184,7 @@ def _under_strategies(
     return results
 
 
-def _under_torch(task: _Task, given: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
+def _under_torch(task: Task, given: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
     import copy
 
     import torch
@@ -205,7 +205,7 @@ def _under_torch(task: _Task, given: tuple[Any, Any, Any], expected: Sequence[An
     for batch in task.batches:
         trainer.step(jax.tree.map(torch.from_numpy, batch))
         found.append(interop.to_numpy(module))
-    right = [to_numpy(like(task.params, {name: one[_PARAMS + name] for name in ours.values()})) for one in expected]
+    right = [to_numpy(like(task.params, {name: one[PARAMS + name] for name in ours.values()})) for one in expected]
     return _compare(TORCH, 1, found, right, atol)
 
 
@@ -241,7 +241,7 @@ def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(function, mesh=data_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
+def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
     trainer, clip = task.trainer, optax.identity()
     first, frozen = split(task.params, trainer.trainable)
@@ -263,7 +263,7 @@ def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
         found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
         after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][f"{_PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
+    if all(np.array_equal(leaf, after[-1][f"{PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 
@@ -274,7 +274,7 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
         state, metrics = trainer.step(state, batch)
         found = dict(to_host(trainer, state))
         found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
-        unlike = [name.removeprefix(_PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
+        unlike = [name.removeprefix(PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
         after.append(found | {f"copies of {name}": np.array(0) for name in unlike})
     return after
 
@@ -285,12 +285,12 @@ def _compare(
     parted: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf.removeprefix(_PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
+        differences = {leaf.removeprefix(PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
         differences |= {leaf: np.inf for leaf in found if leaf.startswith("copies of ")}
         largest = float(np.max([largest, *differences.values()]))  # NaN stays
         far = [leaf for leaf, difference in differences.items() if not difference <= atol]
         if far and parted[0] is None:
             parted = step, far[0]
-    ended = {leaf.removeprefix(_PARAMS): trained[-1][leaf] for leaf in expected[-1]}
+    ended = {leaf.removeprefix(PARAMS): trained[-1][leaf] for leaf in expected[-1]}
     kept = {leaf: array for leaf, array in ended.items() if not leaf.startswith(("opt_state", "metrics."))}
     return Result(name, num_ranks, largest, *parted, params=kept)
