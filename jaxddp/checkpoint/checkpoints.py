@@ -57,7 +57,8 @@ class Checkpoints(CheckpointFolder):
         check_state(state)
         data_position, step = as_json(data_position), int(state.step)
         self._together(lambda: self._begin(step))
-        arrays, nonfinite = {}, []
+        arrays: dict[str, Any] = {}
+        nonfinite = []
         for name, array in to_host(trainer, state):
             is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
             if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():

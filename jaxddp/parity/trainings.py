@@ -162,6 +162,7 @@ class Task:
 def under_strategies(
     task: Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
 ) -> list[Result]:
+    """Trains under each strategy on each number of ranks, and compares with what ``on_one_device`` gave."""
     chosen = [strategies] if isinstance(strategies, str) else strategies
     is_all, results = chosen == ["all"], []
     trained = split(task.params, task.trainer.trainable)[0]
