@@ -1,12 +1,6 @@
 """Values of examples, and whether they are averaged, summed or kept: what ``eval_fn`` and ``aux`` are made of.
 
-| marker               | values     | result, over all examples of all ranks |
-|----------------------|------------|----------------------------------------|
-| ``Mean(values)``     | ``[n, ...]`` | ``[...]``, sum / number of examples    |
-| ``Sum(values)``      | ``[n, ...]`` | ``[...]``                              |
-| ``PerExample(values)`` | ``[n, ...]`` | ``[all, ...]``, in the order of the examples |
-
-Each rank and micro-batch computes ``n`` of the examples. Their parts can be added up, and are divided once.
+Each rank and micro-batch computes some of the examples. Their parts can be added up, and are divided once.
 """
 
 from __future__ import annotations
@@ -54,7 +48,7 @@ class Sum(NamedTuple):
 
 
 class PerExample(NamedTuple):
-    """Values to be kept, one for each example."""
+    """Values to be kept, one for each example, in the order of all examples."""
 
     values: Any  # [examples, ...]
 

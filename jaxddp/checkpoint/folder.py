@@ -104,7 +104,7 @@ class CheckpointFolder(abc.ABC):
 
         Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
-        return self._choose(step, self._about)
+        return self._choose(step, with_files=False)
 
     @property
     @abc.abstractmethod
@@ -208,23 +208,23 @@ class CheckpointFolder(abc.ABC):
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._together(lambda: self._choose(step, self._sound))
+        first = self._together(lambda: self._choose(step, with_files=True))
 
         def read() -> dict[str, Any]:
-            if self._place[0] and self._sound(first["step"]) != first:
+            if self._place[0] and self._about(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
             return first
 
         return self._together(read, each=True)
 
-    def _choose(self, step: int | None, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Reads a checkpoint; without a step the newest, an older one where it is damaged."""
+    def _choose(self, step: int | None, with_files: bool) -> dict[str, Any]:
+        """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
-            return read(step)
+            return self._about(step, with_files)
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()):
             try:
-                found = read(one)
+                found = self._about(one, with_files)
             except DamagedError as error:
                 damaged[one] = error
                 continue
@@ -234,30 +234,24 @@ class CheckpointFolder(abc.ABC):
             return found
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
-    def _sound(self, step: int) -> dict[str, Any]:
-        """Describes a checkpoint whose files are what was written."""
-        about = self._about(step)
-        for name, (num_bytes, checksum) in about["files"].items():
-            path = self._path(step) / name
-            is_file = path.is_file()  # not a pipe, which could be read for ever
-            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise self._damage(step)
-        return about
-
-    def _about(self, step: int) -> dict[str, Any]:
+    def _about(self, step: int, with_files: bool = True) -> dict[str, Any]:
+        """Describes a checkpoint, whose files, if asked for, are what was written."""
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
+        damage = DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
         if (about := _read_about(self._path(step))) is None:
-            raise self._damage(step)
+            raise damage
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
         if about["step"] != step:
             raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        for name, (num_bytes, checksum) in about["files"].items() if with_files else ():
+            path = self._path(step) / name
+            is_file = path.is_file()  # not a pipe, which could be read for ever
+            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                raise damage
         return about
-
-    def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"

@@ -24,7 +24,7 @@ from ..arguments import check_integer, check_positive
 from ..processes.job import STUCK_S, TOKEN, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
-from .interrupts import noted_signals
+from .parser import noted_signals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost

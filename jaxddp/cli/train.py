@@ -19,8 +19,8 @@ from ..sizes import SIZES
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Corpus
-from .interrupts import Signalled, noted_signals
 from .launch import launch
+from .parser import Signalled, noted_signals
 
 DEFAULT_SIMULATED_DEVICES = 4
 _NUM_VALIDATION_BATCHES = 4

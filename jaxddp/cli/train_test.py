@@ -16,7 +16,7 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.cli.conftest import assert_refused
-from jaxddp.cli.interrupts import Signalled
+from jaxddp.cli.parser import Signalled
 from jaxddp.cli.train import StepReport, TrainOptions, progress, summary
 from jaxddp.conftest import wait_for
 from jaxddp.models import SIZES, build

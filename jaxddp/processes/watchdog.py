@@ -57,7 +57,6 @@ class _Process:
     heard: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)  # when it went further
     idle: float = field(default_factory=time.monotonic)  # when it was in no step
-    told: float = 0.0
     place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
     ended: str | None = None  # the error, "" if there is none
     ended_at: float = 0.0
@@ -159,11 +158,9 @@ class _Watchdog:
         self._fault, self._faulty_since = fault, time.monotonic()
 
     def _tell(self, said: dict[str, Any], now: float) -> None:
-        """Says it to all; to one that is silent, and so may not read, seldom: what is unread must fit its buffer."""
+        """Says it to all but those that are silent, and so may not read: what is unread must fit a buffer."""
         for other in self._others.values():
-            is_silent = now - other.heard > _PAUSE_S and now - other.told < self._stuck_s / 20
-            if not other.is_gone and ("end" in said or not is_silent):
-                other.told = now
+            if not other.is_gone and ("end" in said or now - other.heard < _PAUSE_S):
                 with contextlib.suppress(OSError):
                     other.connection.send_bytes(json.dumps(said).encode())
 
