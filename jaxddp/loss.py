@@ -68,7 +68,10 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
                 return Part(wide(leaf.total), _not_negative(wide(leaf.weight)))
-            _check_mean(path_name(path), leaf)
+            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+            if shape or jnp.issubdtype(dtype, jnp.integer):  # must not be averaged over ranks
+                found = f"aux leaf {path_name(path)!r} (={[*shape] if shape else dtype})"
+                raise ValueError(f"{found} must be marked: as jaxddp.Mean, Sum, PerExample or Weighted")
             if loss.weight is None:
                 return Part(wide(leaf), None)
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
@@ -151,14 +154,6 @@ def _like(new_state: Any, model_state: Any) -> Any:
         return new if is_key else jax.lax.convert_element_type(new, old.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, new_state, model_state)
-
-
-def _check_mean(name: str, leaf: Any) -> None:
-    """Refuses an aux value that must not be averaged over ranks: a count, and what has entries for single examples."""
-    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if shape or jnp.issubdtype(dtype, jnp.integer):
-        found = f"aux leaf {name!r} (={[*shape] if shape else dtype})"
-        raise ValueError(f"{found} must be marked: as jaxddp.Mean, Sum or PerExample of examples, or jaxddp.Weighted")
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:

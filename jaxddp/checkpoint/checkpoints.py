@@ -141,12 +141,14 @@ class Checkpoints(CheckpointFolder):
         theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
         for name in dict.fromkeys([*ours, *theirs]):
             there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
-            here = (_dtype_of(ours[name]), np.shape(ours[name])) if name in ours else ("missing",)
+            leaf = ours.get(name)
+            here = (str(getattr(leaf, "dtype", type(leaf))), np.shape(leaf)) if name in ours else ("missing",)
             if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
-            if not _holds(here[0], there[0]):
+            are_keys = "key<" in here[0] + there[0]
+            if here[0] != there[0] and (are_keys or not np.can_cast(jnp.dtype(there[0]), jnp.dtype(here[0]))):
                 said = f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits"
                 raise ValueError(f"{said}: restore in {there[0]}")
 
@@ -156,12 +158,3 @@ class Checkpoints(CheckpointFolder):
 
     def _exchange(self, text: str) -> list[str]:
         return list(gather_texts(text, _ANSWER_S))
-
-
-def _dtype_of(leaf: Any) -> str:
-    return str(getattr(leaf, "dtype", type(leaf).__name__))
-
-
-def _holds(ours: str, saved: str) -> bool:
-    """Whether a dtype represents every number of a saved one."""
-    return ours == saved or ("key<" not in ours + saved and np.can_cast(jnp.dtype(saved), jnp.dtype(ours)))

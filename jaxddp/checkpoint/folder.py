@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from ..arguments import check_function, check_integer, check_path
 
 T = TypeVar("T")
-_RAISED = {"ValueError": ValueError, "OSError": OSError}
+_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
 
 
 class DamagedError(ValueError):
