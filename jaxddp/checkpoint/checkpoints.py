@@ -141,7 +141,7 @@ class Checkpoints(CheckpointFolder):
         theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
         for name in dict.fromkeys([*ours, *theirs]):
             there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
-            leaf = ours.get(name)
+            leaf: Any = ours.get(name)
             here = (str(getattr(leaf, "dtype", type(leaf))), np.shape(leaf)) if name in ours else ("missing",)
             if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"

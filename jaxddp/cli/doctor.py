@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
     shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
-    print(*[json.dumps([line._asdict() for line in lines])] if arguments.json else shown, sep="\n")
+    print(json.dumps([line._asdict() for line in lines]) if arguments.json else "\n".join(shown))
     return int(any(line.status == FAIL for line in lines))
 
 

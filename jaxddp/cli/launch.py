@@ -114,8 +114,8 @@ class _Processes:
     def __init__(self, command: Sequence[str], count: int, log_dir: str | None, restart: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        alike = {
-            **{"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alike |= {
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
@@ -211,5 +211,6 @@ def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
             except OSError as error:
                 is_logged = False
                 print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            with contextlib.suppress(OSError):  # closed, as by head
-                os.write(1, line if is_shown else b"")
+            if is_shown:
+                with contextlib.suppress(OSError):  # closed, as by head
+                    os.write(1, line)
