@@ -53,12 +53,7 @@ def find_mirror(params: Mapping[str, Leaf], path: Any, struct: Any) -> Leaf | No
 
 
 def all_reduce_grads(
-    hook: Hook | None,
-    grads: Mapping[str, jax.Array],
-    plan: BucketPlan,
-    layout: Layout,
-    divisor: Any,
-    number: Any = None,
+    hook: Hook | None, grads: Mapping[str, Any], plan: BucketPlan, layout: Layout, divisor: Any, number: Any = None
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks."""
     return reduce_buckets(plan, all_reduce_wire(layout.ranks, plan, hook), grads, divisor, number)
