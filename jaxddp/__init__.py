@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from .instruments.inspect import inspect as inspect
     from .instruments.schedule import gradient_collectives as gradient_collectives
     from .instruments.schedule import read_schedule as read_schedule
+    from .loss import Mean as Mean
+    from .loss import PerExample as PerExample
+    from .loss import Sum as Sum
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
-    from .metrics import Mean as Mean
-    from .metrics import PerExample as PerExample
-    from .metrics import Sum as Sum
     from .network import Network as Network
     from .processes.replicas import ReplicaError as ReplicaError
     from .processes.start import local_rows as local_rows
@@ -76,8 +76,7 @@ _NAMES = {
     ".mesh": ("data_mesh", "simulate_devices"),
     ".processes.start": ("local_rows", "start_process"),
     ".tree": ("named_leaves",),
-    ".loss": ("Weighted",),
-    ".metrics": ("Mean", "Sum", "PerExample"),
+    ".loss": ("Weighted", "Mean", "Sum", "PerExample"),
     ".registry": ("STRATEGIES", "make_strategy"),
     ".strategy": ("Strategy",),
     ".training.own_loop": ("plan_gradients", "sync_gradients", "jit", "value_and_grad"),

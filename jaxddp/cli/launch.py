@@ -151,8 +151,7 @@ class _Processes:
                     ended = [one for one in self.processes if one.returncode]
                     ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
                     if ended and not signals and failed is not ended[0]:
-                        until = time.monotonic() + _LAST_WORDS_S if failed is None else until
-                        failed = ended[0]
+                        until, failed = min(until, time.monotonic() + _LAST_WORDS_S), ended[0]
                         if len(self.processes) > 1:
                             rank = self.processes.index(failed)
                             print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
@@ -162,8 +161,7 @@ class _Processes:
                 raise
             finally:
                 self._end()
-        statuses = [process.returncode for process in self.processes]
-        status = abs(failed.returncode) if failed is not None else max(map(abs, statuses))
+        status = abs(failed.returncode) if failed else max(abs(process.returncode) for process in self.processes)
         if signals and status in (signals[0], 128 + signals[0]):
             status = 128 + signals[0]
         return status, bool(signals)

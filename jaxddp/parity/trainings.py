@@ -22,9 +22,8 @@ from ..arguments import check_integer
 from ..checkpoint.host_state import is_key, to_host
 from ..checkpoint.interop import to_numpy, torch_names
 from ..layout import cut_leaves, whole
-from ..loss import Weighted, with_key
+from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
 from ..mesh import data_mesh
-from ..metrics import Mean, PerExample, Sum, map_marked
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.train import Trainer, TrainState
