@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from jaxddp.cli.quiet import import_jax
+    from jaxddp.plugins import import_jax
 
     import_jax()
     from .benchmark import new_folder, read_rows, run

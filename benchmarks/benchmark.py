@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxddp.environment import facts
+from jaxddp.cli.environment import facts
 from torchref.launch import RankError
 
 from .render import Column, Row, is_bad, write

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from jaxddp.environment import cuda_libraries, free_memory_bytes, gpus
+from jaxddp.cli.environment import cuda_libraries, free_memory_bytes, gpus
 from jaxddp.processes.job import Job, find_job
 from jaxddp.training import allocator
 from torchref.agreement import gather_texts
@@ -220,7 +220,7 @@ def _prepare(ranks: Ranks, in_jax: bool, rank: int) -> None:
         count = min(ranks.num, len(there)) if ranks.kind == "simulated" and in_jax else 1
         first = rank * count % len(there)
         os.sched_setaffinity(0, (there + there)[first : first + count])
-    from jaxddp.cli.quiet import import_jax  # without what plugins print; torch's ranks take their weights from JAX
+    from jaxddp.plugins import import_jax  # without what plugins print; torch's ranks take their weights from JAX
 
     import_jax()
 

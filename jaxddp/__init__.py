@@ -1,23 +1,15 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
-    plain.py                          every strategy in its shortest form: read it first
-    strategy.py registry.py           the contract of a strategy; all strategies by name
-    replicated.py                     what strategies with full parameters share
-    discovery.py                      finds them in their folders, for both packages
-    ddp zero                          the strategies
-    communication                     collectives, packed buffers, hooks, reductions
-    training models checkpoint        the trainer, models to train, checkpoints and weights
-    mesh.py tree.py layout.py         ranks; names of leaves; where leaves lie over the ranks
-    loss.py metrics.py                what a loss function returns, and what is measured of examples
-    processes                         the job of a launcher: joining it, and ending it when a process is lost
-    scopes.py plugins.py              name scopes in compiled programs; which plugins JAX starts
-    network sizes.py                  how long a collective takes; sizes of the transformer: no framework
-    planning                          cost formulas and chips, for a cluster that is not here; needs no framework
-    instruments                       look from outside: read compiled programs, compile for absent machines, simulate
-    parity.py step_parity.py          your own training under every strategy, on one device, in PyTorch; your own step
-    first_difference.py               the first module in which a port and its PyTorch module part
-    cli table.py                      ``python -m jaxddp``; tables in plain text
-    pytest_plugin.py                  what a program communicates, as a test
+    plain.py                        every strategy in its shortest form: read it first
+    strategy.py layout.py ddp zero  the contract of a strategy; where leaves lie over the ranks; the strategies
+    communication                   collectives, packed buffers, hooks, reductions
+    training models checkpoint      the trainer, models to train, checkpoints and weights
+    mesh.py tree.py loss.py         ranks; names of leaves; what a loss function returns
+    processes                       the job of a launcher: joining it, and ending it when a process is lost
+    network planning                times of collectives, cost formulas and chips: no framework
+    instruments                     look from outside: read compiled programs, compile for absent machines, simulate
+    parity                          your own training, step or model beside one device and PyTorch
+    cli                             ``python -m jaxddp``
 
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """
@@ -45,12 +37,12 @@ if TYPE_CHECKING:
     from .instruments.inspect import inspect as inspect
     from .instruments.schedule import gradient_collectives as gradient_collectives
     from .instruments.schedule import read_schedule as read_schedule
+    from .loss import Mean as Mean
+    from .loss import PerExample as PerExample
+    from .loss import Sum as Sum
     from .loss import Weighted as Weighted
     from .mesh import data_mesh as data_mesh
     from .mesh import simulate_devices as simulate_devices
-    from .metrics import Mean as Mean
-    from .metrics import PerExample as PerExample
-    from .metrics import Sum as Sum
     from .network import Network as Network
     from .processes.replicas import ReplicaError as ReplicaError
     from .processes.start import local_rows as local_rows
@@ -84,8 +76,7 @@ _NAMES = {
     ".mesh": ("data_mesh", "simulate_devices"),
     ".processes.start": ("local_rows", "start_process"),
     ".tree": ("named_leaves",),
-    ".loss": ("Weighted",),
-    ".metrics": ("Mean", "Sum", "PerExample"),
+    ".loss": ("Weighted", "Mean", "Sum", "PerExample"),
     ".registry": ("STRATEGIES", "make_strategy"),
     ".strategy": ("Strategy",),
     ".training.own_loop": ("plan_gradients", "sync_gradients", "jit", "value_and_grad"),

@@ -17,9 +17,9 @@ FLOORS = (
     ("instruments",),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry",
-     "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss", "metrics",
-     "flax", "parity", "step_parity", "first_difference", "scopes", "plain", "network", "sizes", "table",
-     "environment", "processes"),
+     "discovery", "layout", "replicated", "mesh", "plugins", "tree", "interpreter", "arguments", "loss",
+     "flax", "parity", "scopes", "plain", "network", "sizes", "table",
+     "processes"),
 )  # fmt: skip
 FLOOR = {folder: len(FLOORS) - floor for floor, folders in enumerate(FLOORS) for folder in folders}
 

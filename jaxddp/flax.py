@@ -26,16 +26,12 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     Args:
         model: The model; one that was put into evaluation mode trains in it. It stays as it is;
             ``nnx.update(model, trainer.params(state), trainer.model_state(state))`` writes back what was trained.
-        loss: ``(model, batch)`` to the mean loss over the batch's examples or to ``Weighted``; with ``has_aux`` to
-            ``(loss, aux)``. It may change the model's state, as BatchNorm does. Every random stream of the model has a
-            key of its own for each rank, step and micro-batch.
+        loss: ``(model, batch)`` to what a trainer's loss gives. It may change the model's state, as BatchNorm does.
+            Every random stream of the model has a key of its own for each rank, step and micro-batch.
         has_aux: As of the trainer.
 
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all but parameters and random streams.
-
-    Raises:
-        ValueError: If the model is no ``nnx.Module``.
     """
     check_kind("model", model, nnx.Module, "an nnx.Module")
     check_function("loss", loss)
@@ -76,17 +72,13 @@ def from_linen(
     Args:
         module: A ``flax.linen.Module``.
         variables: From ``module.init``.
-        loss: ``(apply, batch, is_training)`` to the mean loss over the batch's examples or to ``Weighted``; with
-            ``has_aux`` to ``(loss, aux)``. ``apply`` takes the module's own arguments; give it those that tell training
-            from evaluation, such as ``deterministic=not is_training``.
+        loss: ``(apply, batch, is_training)`` to what a trainer's loss gives. ``apply`` takes the module's arguments;
+            give it those that tell training from evaluation, such as ``deterministic=not is_training``.
         rngs: The module's random streams in training.
         has_aux: As of the trainer.
 
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all collections but ``params``.
-
-    Raises:
-        ValueError: If ``variables`` has no ``params``.
     """
     check_function("module.apply", getattr(module, "apply", None), "that of a flax.linen.Module")
     check_kind("variables", variables, Mapping, "a mapping of collections, as module.init gives it")

@@ -1,4 +1,4 @@
-"""Turns what a loss function returns into totals and weights, which can be summed over ranks and micro-batches.
+"""What a loss function or an ``eval_fn`` returns, as parts that can be summed over ranks and micro-batches.
 
 Each rank and micro-batch sees part of the batch, and sums of parts can be added, means cannot. So the division happens
 once, after totals and weights have been summed; a plain mean has no weight, and is divided by the number of its parts:
@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -19,13 +20,138 @@ import jax
 import jax.numpy as jnp
 
 from .communication.reduction import wide
-from .metrics import Part, Weighted, is_marker, map_marked, map_parts, part_of
 from .tree import path_name
 
-_WEIGHT_DEPENDS = (
-    "the weight of jaxddp.Weighted must not depend on the parameters, its derivative would be lost: wrap it in"
-    " jax.lax.stop_gradient, or return the quotient as a mean"
-)
+_WEIGHT_DEPENDS = "the weight of jaxddp.Weighted must not depend on the parameters: wrap it in jax.lax.stop_gradient"
+
+
+class Weighted(NamedTuple):
+    """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
+
+    Attributes:
+        total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
+        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
+            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is refused
+            where it is constant; of data, it makes loss and gradients of all ranks NaN.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     error = (batch["x"] * params["w"] - batch["y"]) ** 2
+        ...     return Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
+    """
+
+    total: jax.Array
+    weight: jax.Array
+
+
+class Mean(NamedTuple):
+    """Values to be averaged over examples, such as ``Mean(guess == batch["y"])`` for the accuracy."""
+
+    values: Any  # [examples, ...]
+
+
+class Sum(NamedTuple):
+    """Values to be summed over examples; integers stay integers."""
+
+    values: Any  # [examples, ...]
+
+
+class PerExample(NamedTuple):
+    """Values to be kept, one for each example, in the order of all examples."""
+
+    values: Any  # [examples, ...]
+
+
+class Part(NamedTuple):
+    """A summand: a total and its weight, None if all count alike."""
+
+    total: jax.Array
+    weight: jax.Array | None
+
+
+class Halves(NamedTuple):
+    """A sum of integers, of which 32 bits might not hold it; exact for 65,536 examples a batch."""
+
+    high: Any  # sum of the numbers without their last 16 bits, divided by 2^16
+    low: Any  # sum of these
+
+
+def is_marker(leaf: Any) -> bool:
+    """Whether a leaf is marked."""
+    return isinstance(leaf, (Mean, Sum, PerExample))
+
+
+def map_marked(function: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """Maps ``(path, leaf)`` of what a user's function gives; what is marked or ``Weighted`` is a leaf."""
+    markers = (Weighted, Mean, Sum, PerExample)
+    return jax.tree_util.tree_map_with_path(function, tree, is_leaf=lambda leaf: isinstance(leaf, markers))
+
+
+def map_parts(function: Callable[..., Any], *trees: Any) -> Any:
+    """Maps the contributions in trees, each a ``Part``, a ``Sum`` or a ``PerExample``."""
+    return jax.tree.map(function, *trees, is_leaf=lambda leaf: isinstance(leaf, (Part, Sum, PerExample)))
+
+
+def map_per_example(function: Callable[[jax.Array], jax.Array], parts: Any) -> Any:
+    """Maps the values that are kept for each example; the rest of the tree stays."""
+    return map_parts(lambda part: PerExample(function(part.values)) if isinstance(part, PerExample) else part, parts)
+
+
+def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_real: Any = None) -> Any:
+    """What this rank's ``num_examples`` contribute: a ``Part`` or a ``Sum``, to be added up, or ``PerExample``.
+
+    ``is_real``, bool[num_examples], are those that count, all if None. A ValueError names the leaf.
+    """
+    if getattr(marker.values, "shape", ())[:1] != (num_examples,):
+        kind = f"{type(marker).__name__} of {_kind(marker.values)}"
+        raise ValueError(f"{name} (={kind}) must have the {num_examples} examples at hand as dimension 0 of an array")
+    values = jnp.asarray(marker.values)
+    if isinstance(marker, PerExample):
+        return PerExample(values)
+    is_counted = is_real is not None and values.dtype.kind in "iu" and values.dtype.itemsize >= 4
+    if (isinstance(marker, Mean) and not is_counted) or jnp.issubdtype(values.dtype, jnp.inexact):
+        values = wide(values)
+    if is_real is not None:
+        values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.zeros_like(values))
+    total: Any = values.sum(0)
+    dtype = total.dtype
+    if is_counted:
+        total = Halves((values >> 16).sum(0), (values & 0xFFFF).sum(0))
+    if isinstance(marker, Sum):
+        return Sum(total)
+    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), dtype))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An evaluation of examples, for use on each rank."""
+
+    eval_fn: Callable[..., Any]  # (params, batch), or (params, model_state, batch), to a dict of markers
+    has_state: bool  # whether it takes a model state
+
+    def __call__(self, params: Any, model_state: Any, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
+        """Gives the parts of the examples of ``(batch, is_real)``, as ``part_of`` does."""
+        batch, is_real = inputs
+        found = self.eval_fn(params, *([model_state] if self.has_state else []), batch)
+        name = _name(self.eval_fn)
+        if not isinstance(found, dict) or not found:
+            other = "an empty one" if isinstance(found, dict) else _kind(found)
+            raise ValueError(f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample, not {other}")
+
+        def part(path: Any, leaf: Any) -> Any:
+            where = f"eval_fn (={name}): {path_name(path)!r}"
+            if isinstance(leaf, Weighted):
+                return Part(*(part_of(where, Sum(wide(one)), len(is_real), is_real).values for one in leaf))
+            if not is_marker(leaf):
+                raise ValueError(f"{where} (={_kind(leaf)}) must be marked as jaxddp.Mean, Sum or PerExample")
+            return part_of(where, leaf, len(is_real), is_real)
+
+        return map_marked(part, found)
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"array of {[*shape]}"
 
 
 class Parts(NamedTuple):
@@ -42,9 +168,8 @@ PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = False) -> PartialLoss:
     """Wraps a user's loss function, as ``Trainer`` takes it, to be differentiated in ``total``.
 
-    Of aux values, a floating scalar is averaged over ranks and micro-batches with the loss's weights; a leaf that is
-    ``Weighted`` with its own; ``Mean``, ``Sum`` and ``PerExample`` mark values of examples. Others are refused when the
-    loss is traced. The model state is ``()`` without ``has_state``.
+    Aux values that are floating scalars are averaged with the loss's weights, ``Weighted`` ones with their own. The
+    model state is ``()`` without ``has_state``.
     """
     call = with_key(loss_fn, has_state)
 
@@ -56,12 +181,9 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         if has_aux or has_state:
             has_both = has_aux and has_state
             if not _is_pair(result) or (has_both and not _is_pair(result[1])):
-                wanted = (
-                    "(loss, (new_state, aux)) when has_state and has_aux are set" if has_both
-                    else "(loss, new_state) when has_state is set" if has_state
-                    else "(loss, aux) when has_aux is set"
-                )  # fmt: skip
-                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {wanted}")
+                second = "(new_state, aux)" if has_both else "new_state" if has_state else "aux"
+                flags = " and ".join(["has_state"] * has_state + ["has_aux"] * has_aux)
+                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, {second}) when {flags} is set")
             result, rest = result
             new_state, aux = rest if has_both else (rest, None) if has_state else ((), rest)
             new_state = _like(new_state, model_state)
@@ -75,7 +197,10 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
                 return Part(wide(leaf.total), _not_negative(wide(leaf.weight)))
-            _check_mean(path_name(path), leaf)
+            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+            if shape or jnp.issubdtype(dtype, jnp.integer):  # must not be averaged over ranks
+                found = f"aux leaf {path_name(path)!r} (={[*shape] if shape else dtype})"
+                raise ValueError(f"{found} must be marked: as jaxddp.Mean, Sum, PerExample or Weighted")
             if loss.weight is None:
                 return Part(wide(leaf), None)
             # With weight 0 a mean is often 0 / 0, and the NaN must not reach the sum.
@@ -108,10 +233,8 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
     for value in values:
         found = () if isinstance(value, Number) else getattr(value, "shape", type(value).__name__)
         if found != ():
-            raise ValueError(
-                f"loss_fn (={_name(loss_fn)}) returned {found}: the loss must be a scalar or jaxddp.Weighted of"
-                " scalars; return aux values with has_aux=True"
-            )
+            said = f"loss_fn (={_name(loss_fn)}) returned {found}"
+            raise ValueError(f"{said}: the loss must be a scalar or jaxddp.Weighted of scalars; aux needs has_aux=True")
     is_known = isinstance(loss, Weighted) and not isinstance(loss.weight, jax.core.Tracer)
     if is_known and not 0 <= loss.weight < math.inf:
         raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must not be negative, NaN or infinite")
@@ -153,10 +276,8 @@ def _like(new_state: Any, model_state: Any) -> Any:
 
     def leaf(path: Any, new: Any, old: jax.Array) -> jax.Array:
         if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
-            raise ValueError(
-                f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]}) must have shape and "
-                f"dtype of that in model_state (={old.dtype}{[*old.shape]})"
-            )
+            said = f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]})"
+            raise ValueError(f"{said} must have shape and dtype of that in model_state (={old.dtype}{[*old.shape]})")
         # A number of Python's in it would have a weak dtype, which a loop over micro-batches refuses.
         is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
         return new if is_key else jax.lax.convert_element_type(new, old.dtype)
@@ -164,21 +285,11 @@ def _like(new_state: Any, model_state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, new_state, model_state)
 
 
-def _check_mean(name: str, leaf: Any) -> None:
-    """Refuses an aux value that must not be averaged over ranks: a count, and what has entries for single examples."""
-    shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-    if shape or jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"aux leaf {name!r} (={[*shape] if shape else dtype}) must be marked: as jaxddp.Mean, Sum or PerExample of"
-            " values of the examples, or jaxddp.Weighted(value, weight); a floating scalar is averaged over ranks"
-        )
-
-
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
     """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
 
     A key that ``functools.partial`` has set stays. None, to evaluate, is not passed on: the default counts. A loss with
-    a model state must have one: else its BatchNorm would normalise by the examples that a rank evaluates.
+    a model state must take one: its BatchNorm would normalise by the examples that a rank evaluates.
     """
     num_inputs = 2 + has_state
     try:

@@ -1,13 +1,10 @@
 """The data mesh and the ranks on it.
 
-A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``"data"`` for hybrid sharding. The same
-strategies run on three kinds of ranks: simulated CPU devices in one process, the accelerators of one machine, and the
-devices of several processes or hosts joined by ``jax.distributed``. This is the only file that makes a mesh of devices.
+A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``"data"`` for hybrid sharding: simulated
+on the CPU, an accelerator of one machine, or of several processes. Only this file makes meshes.
 """
 
 from __future__ import annotations
-
-import contextlib
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -21,11 +18,6 @@ REPLICA_AXIS = "replica"
 
 def simulate_devices(num_devices: int) -> None:
     """Makes JAX present the CPU as several devices; call it before anything else uses JAX.
-
-    Calling it again is harmless as long as enough devices exist.
-
-    Args:
-        num_devices: Number of CPU devices.
 
     Raises:
         ValueError: If JAX has already started with fewer devices, or ``num_devices`` is not a positive integer.
@@ -48,36 +40,17 @@ def simulate_devices(num_devices: int) -> None:
         ) from error
 
 
-def mesh_of_machine(num_ranks: int | None, default_simulated: int) -> Mesh:
-    """Builds the mesh on the machine's accelerators, or on simulated CPU devices if it has none.
-
-    ``num_ranks`` None means all accelerators, or ``default_simulated`` CPU devices. Raises a ValueError if there are
-    fewer devices, or none that JAX could start on.
-    """
-    # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", num_ranks or default_simulated)
-    try:
-        found = devices()
-    except RuntimeError as error:
-        raise ValueError(f"JAX finds no device to run on: {error}") from error
-    if num_ranks is None and found[0].platform == "cpu":
-        num_ranks = min(default_simulated, len(found))
-    return data_mesh(num_ranks)
-
-
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:
     """Builds the mesh that data parallelism runs on.
 
     Args:
         num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.
         axis: Name of the mesh axis.
-        replicas: Groups of ranks that ZeRO shards within; each holds a replica of the state. Such as one for each host:
-            ranks that follow each other are of one group.
+        replicas: Groups of consecutive ranks, such as one a host, that ZeRO shards within; each holds all of the state.
 
     Returns:
-        A ``Mesh`` of shape ``[num_ranks]`` with automatic sharding along ``axis``; with several replicas one of shape
-        ``[replicas, num_ranks / replicas]`` along ``("replica", axis)``.
+        A ``Mesh`` of ``[num_ranks]`` along ``axis``; with replicas ``[replicas, num_ranks / replicas]`` along
+        ``("replica", axis)``. Sharding is automatic.
 
     Raises:
         ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less; or
@@ -107,7 +80,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
 
 
 def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
-    """Gives the names and sizes of the mesh axes of ``data_mesh``; raises as it does."""
+    """The names and sizes of the axes of ``data_mesh``; raises as it does."""
     check_axis(axis)
     replicas = check_integer("replicas", replicas)
     if replicas == 1:
@@ -120,10 +93,7 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
 
 
 def rank_axis(mesh: Mesh | AbstractMesh, given: str | tuple[str, ...] | None = None) -> str | tuple[str, ...]:
-    """Gives the axis of a mesh along which ranks lie, or both axes if it has replicas; ``given`` is the user's choice.
-
-    Raises a ValueError if the mesh has other axes.
-    """
+    """The axis of a mesh along which ranks lie, or both if it has replicas; ``given`` is the user's choice."""
     names = tuple(map(str, mesh.axis_names))
     if given is not None:
         check_kind("axis", given, (str, tuple), "the name of a mesh axis, or a tuple of names")

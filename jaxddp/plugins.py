@@ -7,22 +7,38 @@ CUDA 13, the extra's for CUDA 12 is a second one for the same platform, and JAX 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterable
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
-
-import jax
+from typing import Any
 
 _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 
 
-def devices() -> list[jax.Device]:
-    """Starts JAX if it has not started yet, and lists its devices.
+def import_jax() -> None:
+    """Imports JAX for a command line: without CUDA plugins where there is no device, nor the lines that they print."""
+    if "jax" in sys.modules:
+        return
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # closed, as in a daemon: nobody reads the lines
+            standard_error = os.dup(2)
+            stack.callback(os.close, standard_error)
+            stack.callback(os.dup2, standard_error, 2)
+            os.dup2(stack.enter_context(open(os.devnull, "w")).fileno(), 2)
+        import_module("jax")
+        # The compilers for targets load them in processes of their own.
+        disable_plugins(superseded_plugins() if has_device_files() else cuda_plugins())
 
-    It starts on the CPU where no platforms are named and the machine has no device of any installed plugin.
-    """
+
+def devices() -> list[Any]:
+    """Starts JAX, on the CPU where no platforms are named and no installed plugin has a device; lists its devices."""
+    import jax
+
     disable_plugins(superseded_plugins())
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     # How to recognise the devices of other plugins is not known here.

@@ -52,3 +52,19 @@ def test_device_files_and_unknown_plugins_leave_the_choice_to_jax():
 def test_of_two_plugins_for_cuda_the_newer_counts(monkeypatch):
     monkeypatch.setattr(plugins, "_plugins", lambda: ["xla_cuda13", "other", "xla_cuda12"])
     assert plugins.superseded_plugins() == ["xla_cuda12"]
+
+
+def test_a_command_without_accelerators_prints_nothing_is_printed():
+    code = (
+        "import os; os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'] = '1'\n"
+        "from jaxddp import plugins; plugins.import_jax()\n"
+        "plugins._DEVICE_FILES = ()\n"
+        "import jaxddp; print(jaxddp.data_mesh().size)"
+    )
+    found = run(code)
+    assert (found.stdout, found.stderr) == ("1\n", "")
+
+
+def test_a_closed_standard_error_is_no_obstacle():
+    code = "import os; os.close(2)\nfrom jaxddp.plugins import import_jax; import_jax(); print(1)"
+    assert run(code, JAX_PLATFORMS="cpu").stdout == "1\n"

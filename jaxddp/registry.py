@@ -14,27 +14,16 @@ from .strategy import Strategy
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:
-    """Builds a strategy by name.
-
-    Raises:
-        ValueError: If there is no strategy of that name.
-    """
+    """Builds a strategy by name; a ValueError if there is none of it."""
     if not isinstance(name, str) or name not in STRATEGIES:
         raise ValueError(f"unknown strategy {name!r}: one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name](**options)
 
 
 def is_bucketed(name: str) -> bool:
-    """Whether a strategy sends all gradients in buckets of a cap: its factory's first parameter is ``bucket_mb``.
-
-    Example:
-        >>> [name for name in STRATEGIES if is_bucketed(name)]
-        ['bucketed', 'zero1', 'zero2']
-    """
-    if name not in STRATEGIES:
-        return False
-    first = next(iter(inspect.signature(STRATEGIES[name]).parameters.values()), None)
-    return first is not None and first.name == "bucket_mb" and first.kind is first.POSITIONAL_OR_KEYWORD
+    """Whether a strategy sends all gradients in buckets of a cap: its factory's first parameter is ``bucket_mb``."""
+    takes = inspect.signature(STRATEGIES[name]).parameters.values() if name in STRATEGIES else ()
+    return [(one.name, one.kind) for one in takes][:1] == [("bucket_mb", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
 
 
 discover(STRATEGIES, ddp, zero)

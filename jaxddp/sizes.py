@@ -9,11 +9,7 @@ from .arguments import check_integer
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a transformer.
-
-    Raises a ValueError if one is not a positive integer, ``width`` is not divisible by ``num_heads``, or the head size
-    is odd (RoPE turns pairs).
-    """
+    """The sizes of a transformer; a ValueError if they do not fit together."""
 
     vocab: int  # token ids run from 0 to vocab - 1
     context: int  # greatest sequence length, in tokens

@@ -46,16 +46,11 @@ def paragraph(text: str) -> str:
 
 
 def count_kinds(collectives: Iterable[tuple[str, int]]) -> str:
-    """Counts collectives by kind, in letters.
-
-    Example:
-        >>> count_kinds([("all-reduce", 8), ("all-reduce", 4), ("all-gather", 2)])
-        '2 AR + 1 AG'
-    """
+    """Counts collectives by kind, such as ``2 AR + 1 AG``."""
     counts = Counter(kind for kind, _ in collectives)
     return " + ".join(f"{count:,} {_SHORT.get(kind, kind)}" for kind, count in counts.items()) or "none"
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or of what is written to a file."""
+    """Columns of the terminal, or of a file."""
     return shutil.get_terminal_size((_WIDTH_ELSEWHERE, 24)).columns

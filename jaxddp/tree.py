@@ -1,7 +1,6 @@
 """Trees of parameters: names for their leaves, and the split into what is trained and what is not.
 
-A leaf's name is its path, joined by dots: ``params["layers"][0]["attention"]["query"]["kernel"]`` is
-``layers.0.attention.query.kernel``.
+A leaf's name is its path, joined by dots: ``params["layers"][0]["query"]["kernel"]`` is ``layers.0.query.kernel``.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from .communication.buckets import TensorSpec
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Lists the leaves of a tree by dotted path, in its own order; raises a ValueError if two paths give one name.
-
-    Example:
-        >>> named_leaves({"layers": [{"kernel": 1.0}, {"kernel": 2.0}]})
-        {'layers.0.kernel': 1.0, 'layers.1.kernel': 2.0}
-    """
+    """Lists the leaves of a tree by dotted path, in its own order; raises a ValueError if two paths give one name."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
@@ -69,16 +63,13 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
         if trainable is None or trainable(name):
             raise ValueError(
                 f"parameter {name!r} is {kind}, which must not be trained: give it as model_state=... to init of a"
-                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen, or nnx.split(model, nnx.Param, ...),"
-                " take parameters and state apart"
+                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen take parameters and state apart"
             )
     check_leaves("params", leaves)
     for name, leaf in leaves.items():
         if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype; "
-                "leave it out with Trainer(trainable=...)"
-            )
+            said = f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype"
+            raise ValueError(f"{said}; leave it out with Trainer(trainable=...)")
     if trainable is not None and not any(map(trainable, leaves)):
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
 
@@ -90,12 +81,10 @@ def _statistics(params: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(node, kinds):
-            kind = f"a {type(node).__name__} of Flax NNX's"
+            rests = [rest for rest, _ in jax.tree_util.tree_leaves_with_path(node)]
+            found |= {path_name((*path, *rest)): f"a {type(node).__name__} of Flax NNX's" for rest in rests}
         elif "batch_stats" in re.split(r"\W+", path_name(path))[:-1]:  # also of a flattened dictionary
-            kind = "a statistic of Flax Linen's"
-        else:
-            continue
-        found |= {path_name((*path, *rest)): kind for rest, _ in jax.tree_util.tree_leaves_with_path(node)}
+            found[path_name(path)] = "a statistic of Flax Linen's"
     return found
 
 

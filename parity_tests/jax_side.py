@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxddp
-from jaxddp import parity
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.models import build
+from jaxddp.parity import trainings
 from jaxddp.tree import like
 
 from .cases import LEARNING_RATES, STRATEGIES, Case, reference
@@ -86,7 +86,7 @@ def check(cases: Sequence[Case], atol: float) -> list[tuple[Arrays, float]]:
         expected = _on_one_device(reference(first))
         strategies = [_strategy(case) for case in cases]
         checked = []
-        for result in parity._under_strategies(task, strategies, [first.num_ranks], expected, atol):
+        for result in trainings.under_strategies(task, strategies, [first.num_ranks], expected, atol):
             assert result.difference is not None
             checked.append((to_numpy(like(params, dict(result.params))), result.difference))
         return checked
@@ -95,20 +95,22 @@ def check(cases: Sequence[Case], atol: float) -> list[tuple[Arrays, float]]:
 # What `parity.check` does, but one device trains once for all cases that have it as their reference.
 
 
-def _task(case: Case) -> parity._Task:
+def _task(case: Case) -> trainings.Task:
     loss_fn, _ = _build(case.model, seed=7)
     params = initial_params(case.model, case.dtype)
     given = batches(case.model, case.dtype)
-    return parity._Task(loss_fn, OPTIMIZERS[case.optimizer](), params, None, given, None, _options(case))
+    return trainings.Task(loss_fn, OPTIMIZERS[case.optimizer](), params, None, given, None, _options(case))
 
 
 @functools.cache
 def _on_one_device(case: Case) -> Sequence[Arrays]:
-    return parity._on_one_device(_task(case))
+    return trainings.on_one_device(_task(case))
 
 
 def train_on_one_device(case: Case) -> Arrays:
     """What the case is compared with: one device, without jaxddp's step; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        ended = {name.removeprefix(parity._PARAMS): leaf for name, leaf in _on_one_device(reference(case))[-1].items()}
+        ended = {
+            name.removeprefix(trainings.PARAMS): leaf for name, leaf in _on_one_device(reference(case))[-1].items()
+        }
         return to_numpy(like(initial_params(case.model, case.dtype), ended))

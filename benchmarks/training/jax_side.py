@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy, torch_names
-from jaxddp.environment import num_cores
+from jaxddp.cli.environment import num_cores
 from jaxddp.mesh import DATA_AXIS, platform_of
 from jaxddp.models import build
 from jaxddp.strategy import without_communication

@@ -1,14 +1,11 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: it holds every leaf in full, without padding, under its name in the state,
-such as ``params.head.kernel`` or ``opt_state.0.mu.head.kernel``. ``DIR/120/state.npz`` holds the arrays;
-``about.json`` (``folder.py``) describes each by its shape and dtype.
+A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
+name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
+It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing.
 
-A checkpoint fits if its parameters and optimizer state have the expected names and shapes, and dtypes that lose
-nothing: bfloat16 may be restored as float32, but not the other way round.
-
-Assumptions: the host has memory for the state. With several processes, each leaf in turn is gathered on every device
-while it is copied to the host; with one process no device holds more than its shards.
+The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
+is copied to the host; with one process no device holds more than its shards.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from ..training.validation import check_state
 from ..tree import like, named_leaves
 from .folder import CheckpointFolder, as_json, refuse_nonfinite
 from .host_state import is_key, places_of, to_host, to_ranks
-from .weights import read_arrays, write_arrays
+from .weights import read_arrays
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
@@ -53,16 +50,18 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
-            FloatingPointError: If parameters, or arrays of the optimizer state, hold NaN or infinity.
+            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite.
             OSError: If it cannot be written; older checkpoints stay.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_state(state)
         data_position, step = as_json(data_position), int(state.step)
         self._together(lambda: self._begin(step))
-        arrays, nonfinite = {}, []
+        arrays: dict[str, Any] = {}
+        nonfinite = []
         for name, array in to_host(trainer, state):
-            if not _is_finite(name, array):
+            is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
+            if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
                 nonfinite.append(name)
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
@@ -75,7 +74,7 @@ class Checkpoints(CheckpointFolder):
             "data_position": data_position,
             "leaves": {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in places.items()},
         }
-        self._together(lambda: self._write(about, lambda folder: write_arrays(folder / _FILE, arrays)))
+        self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
@@ -84,8 +83,7 @@ class Checkpoints(CheckpointFolder):
 
         Args:
             trainer: May have other ranks and another strategy than the trainer that saved.
-            params: The model's parameters, for their names, shapes and dtypes: arrays or ``jax.ShapeDtypeStruct``.
-                Dtypes may be wider than those saved, never narrower.
+            params: The model's parameters, arrays or ``jax.ShapeDtypeStruct``; dtypes may be wider than those saved.
             model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
 
@@ -93,9 +91,8 @@ class Checkpoints(CheckpointFolder):
             The state, and the data position saved with it.
 
         Raises:
-            ValueError: If there is no such checkpoint; if it is of another model or optimizer, of wider dtypes,
-                damaged, or written by another version; if a process cannot read what process 0 reads; or if the mesh
-                is a target's.
+            ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,
+                or of another version; a process cannot read what process 0 reads; or the mesh is a target's.
             OSError: If it cannot be read.
         """
         check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
@@ -111,16 +108,13 @@ class Checkpoints(CheckpointFolder):
         return to_ranks(trainer, state, self._read(about, named_leaves(places))), about["data_position"]
 
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
-        """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate.
-
-        Arguments and errors are those of ``restore``; what else the checkpoint has is left there.
+        """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate; as ``restore``.
 
         Returns:
-            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys, for ``Trainer.init``; with a ``model_state``
-            that tree and one like it.
+            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys; with a ``model_state`` that and one like it.
         """
         about = self._agree(step)
-        tree = {"params": params} if model_state is None else {"params": params, "model_state": model_state}
+        tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
         self._check_fits(about, tree, is_whole=False)
         leaves = named_leaves(tree)
         arrays = self._read(about, leaves)
@@ -142,24 +136,21 @@ class Checkpoints(CheckpointFolder):
         }
 
     def _check_fits(self, about: dict[str, Any], wanted: Mapping[str, Any], is_whole: bool = True) -> None:
-        """Raises a ValueError that names the first leaf of another name or shape, or of a narrower dtype.
-
-        ``wanted`` are trees by their names in the state; with ``is_whole`` the checkpoint must have no more in them.
-        """
+        """Refuses the first leaf of another name, shape or narrower dtype; ``is_whole``: there may be no others."""
         checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
         theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
         for name in dict.fromkeys([*ours, *theirs]):
             there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
-            here = (_dtype_of(ours[name]), np.shape(ours[name])) if name in ours else ("missing",)
+            leaf: Any = ours.get(name)
+            here = (str(getattr(leaf, "dtype", type(leaf))), np.shape(leaf)) if name in ours else ("missing",)
             if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
-            if not _holds(here[0], there[0]):
-                raise ValueError(
-                    f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits:"
-                    f" restore in {there[0]}"
-                )
+            are_keys = "key<" in here[0] + there[0]
+            if here[0] != there[0] and (are_keys or not np.can_cast(jnp.dtype(there[0]), jnp.dtype(here[0]))):
+                said = f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits"
+                raise ValueError(f"{said}: restore in {there[0]}")
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -167,18 +158,3 @@ class Checkpoints(CheckpointFolder):
 
     def _exchange(self, text: str) -> list[str]:
         return list(gather_texts(text, _ANSWER_S))
-
-
-def _is_finite(name: str, array: np.ndarray) -> bool:
-    """Whether a leaf has no NaN or infinity; scalars of an optimizer may, such as the best loss so far."""
-    is_checked = array.ndim > 0 or name.startswith("params")
-    return not is_checked or not jnp.issubdtype(array.dtype, jnp.floating) or bool(np.isfinite(array).all())
-
-
-def _dtype_of(leaf: Any) -> str:
-    return str(getattr(leaf, "dtype", type(leaf).__name__))
-
-
-def _holds(ours: str, saved: str) -> bool:
-    """Whether a dtype represents every number of a saved one."""
-    return ours == saved or ("key<" not in ours + saved and np.can_cast(jnp.dtype(saved), jnp.dtype(ours)))

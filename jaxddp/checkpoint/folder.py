@@ -42,11 +42,7 @@ class DamagedError(ValueError):
 
 
 class CheckpointFolder(abc.ABC):
-    """What both packages do with a folder of checkpoints; a context manager.
-
-    Attributes:
-        directory: The folder, which all processes of a job see.
-    """
+    """What both packages do with a folder of checkpoints, ``directory``; a context manager."""
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
@@ -58,8 +54,7 @@ class CheckpointFolder(abc.ABC):
         """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder; on a shared file system if processes are on several hosts. What else it holds is
-                left alone.
+            directory: The folder, which all processes of a job see. What else it holds is left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
@@ -107,11 +102,9 @@ class CheckpointFolder(abc.ABC):
 
         It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
 
-        Raises:
-            ValueError: If there is no such checkpoint, or it is damaged or written by another version.
-            OSError: If it cannot be read.
+        Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
-        return self._choose(step, self._about)
+        return self._choose(step, with_files=False)
 
     @property
     @abc.abstractmethod
@@ -120,7 +113,7 @@ class CheckpointFolder(abc.ABC):
 
     @abc.abstractmethod
     def _exchange(self, text: str) -> list[str]:
-        """Gives the texts of all processes; all call it, as often as the others."""
+        """Gives the texts of all processes."""
 
     def _together(self, function: Callable[[], T], each: bool = False) -> T:
         """Runs a function in process 0, which gives JSON that all get, or in each; what one raises, all raise."""
@@ -134,7 +127,8 @@ class CheckpointFolder(abc.ABC):
             found = function() if each or number == 0 else None
             said = {} if each else {"found": found}
         except Exception as error:
-            raised, said = error, {"raised": _described(error)}
+            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), type(error).__name__)
+            raised, said = error, {"raised": (kind, str(error))}
         finally:
             answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
         errors = [answer.get("raised") for answer in answers]
@@ -143,7 +137,8 @@ class CheckpointFolder(abc.ABC):
         if raised is not None and all(error == errors[0] for error in errors):
             raise raised
         first, (kind, text) = next((number, error) for number, error in enumerate(errors) if error)
-        raise _error_of(kind, f"{self.one} {first}: {text}" if each else text) from raised
+        text = f"{self.one} {first}: {text}" if each else text
+        raise _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}") from raised
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -156,10 +151,8 @@ class CheckpointFolder(abc.ABC):
             with file:
                 file.seek(0)
                 holding = file.read().decode(errors="replace") or "another process"
-            raise ValueError(
-                f"directory (={str(self.directory)!r}) is being written to by {holding}: let that finish, or save into "
-                "another folder"
-            ) from None
+            said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
+            raise ValueError(f"{said}: let that finish, or save into another folder") from None
         except OSError:  # a file system without locks
             pass
         self._writer = file
@@ -170,16 +163,14 @@ class CheckpointFolder(abc.ABC):
             shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int) -> None:
-        """Makes way for a save, in process 0; raises a ValueError if there is none."""
+        """Makes way for a save, in process 0."""
         self._lock()
         for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
             names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
             damaged.rename(next(name for name in names if not os.path.lexists(name)))
         if step <= (newest := max(self.steps(), default=-1)):
-            raise ValueError(
-                f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}: save into another"
-                f" folder, or remove those of step {step} and later"
-            )
+            said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
+            raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
         if os.path.lexists(path := self._path(step)):
             raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
 
@@ -203,31 +194,37 @@ class CheckpointFolder(abc.ABC):
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        ours = [one for one in self.steps() if one not in self._damaged and _is_ours(self._path(one))]
-        for old in ours[: -self._keep]:
+        for old in self._ours()[: -self._keep]:
             removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
             shutil.rmtree(removed, ignore_errors=True)
 
+    def _ours(self) -> list[int]:
+        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
+        ours = []
+        for step in self.steps():
+            with contextlib.suppress(OSError):
+                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
+        return ours
+
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._together(lambda: self._choose(step, self._sound))
+        first = self._together(lambda: self._choose(step, with_files=True))
 
         def read() -> dict[str, Any]:
-            about = first if self._place[0] == 0 else self._sound(first["step"])
-            if about != first:
+            if self._place[0] and self._about(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
-            return about
+            return first
 
         return self._together(read, each=True)
 
-    def _choose(self, step: int | None, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        """Reads a checkpoint; without a step the newest, an older one where it is damaged."""
+    def _choose(self, step: int | None, with_files: bool) -> dict[str, Any]:
+        """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
-            return read(step)
+            return self._about(step, with_files)
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()):
             try:
-                found = read(one)
+                found = self._about(one, with_files)
             except DamagedError as error:
                 damaged[one] = error
                 continue
@@ -237,30 +234,24 @@ class CheckpointFolder(abc.ABC):
             return found
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
-    def _sound(self, step: int) -> dict[str, Any]:
-        """Describes a checkpoint whose files are what was written."""
-        about = self._about(step)
-        for name, (num_bytes, checksum) in about["files"].items():
-            path = self._path(step) / name
-            is_file = path.is_file()  # not a pipe, which could be read for ever
-            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise self._damage(step)
-        return about
-
-    def _about(self, step: int) -> dict[str, Any]:
+    def _about(self, step: int, with_files: bool = True) -> dict[str, Any]:
+        """Describes a checkpoint, whose files, if asked for, are what was written."""
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
+        damage = DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
         if (about := _read_about(self._path(step))) is None:
-            raise self._damage(step)
+            raise damage
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
         if about["step"] != step:
             raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        for name, (num_bytes, checksum) in about["files"].items() if with_files else ():
+            path = self._path(step) / name
+            is_file = path.is_file()  # not a pipe, which could be read for ever
+            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                raise damage
         return about
-
-    def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
@@ -276,10 +267,8 @@ class CheckpointFolder(abc.ABC):
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
     """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
     if names:
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        raise FloatingPointError(
-            f"state of step {step} must be finite to be saved: {', '.join(names[:3])}{more} are not"
-        )
+        found = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+        raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
 
 
 def as_json(data_position: Any) -> Any:
@@ -290,24 +279,12 @@ def as_json(data_position: Any) -> Any:
         raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
 
 
-def _described(error: Exception) -> tuple[str, str]:
-    """Tells what was raised, for other processes."""
-    kinds = [name for name, kind in _RAISED.items() if isinstance(error, kind)]
-    return (kinds or [type(error).__name__])[0], str(error)
-
-
-def _error_of(kind: str, text: str) -> Exception:
-    """Undoes ``_described``."""
-    return _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}")
-
-
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:
     """What this program wrote about a checkpoint; None if it is damaged, or not this program's. Raises OSErrors."""
     path = checkpoint / "about.json"
-    if not path.is_file() or not path.stat().st_size:  # a pipe, or a file of the system without an end
-        return None
     try:
-        written = json.loads(path.read_bytes())
+        # Neither a pipe, nor a file of the system without an end.
+        written = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size else {}
         return written["about"] if written["crc32"] == _checksum(written["about"]) else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
@@ -315,13 +292,6 @@ def _read_about(checkpoint: Path) -> dict[str, Any] | None:
         if error.errno != errno.EIO:  # rights and the like are no damage
             raise
         return None
-
-
-def _is_ours(checkpoint: Path) -> bool:
-    """Whether a folder holds what this program writes, which alone it removes."""
-    with contextlib.suppress(OSError):
-        return _read_about(checkpoint) is not None
-    return False
 
 
 def _on_disk(path: Path) -> tuple[int, int]:

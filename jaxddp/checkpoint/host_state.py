@@ -45,20 +45,15 @@ def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarr
 
 
 def host_params(trainer: Trainer, state: TrainState) -> Any:
-    """Copies the full parameters to the host, as NumPy arrays in the tree that ``Trainer.init`` was given.
-
-    They go leaf by leaf: in one process no device holds more than its shards.
-    """
+    """Copies the full parameters to the host leaf by leaf, as NumPy arrays in the tree that ``init`` was given."""
     check_state(state)
     return jax.tree.map(_to_host, *trainer.masters(state))
 
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
     """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
-    layout, places = trainer.layout(state), places_of(trainer, state)
-    owners = layout.owners
-    owned = set()
-    if owners is not None:
+    layout, places, owned = trainer.layout(state), places_of(trainer, state), set()
+    if (owners := layout.owners) is not None:
         names = named_leaves({"opt_state": owners.slots})
         owned = {name for name, param in zip(names, owners.param_of, strict=True) if param is not None}
     placed = {

@@ -11,8 +11,8 @@ dots; the last part decides the name and the layout:
     anything else                              the same name and layout         bias, custom parameters
 
 ``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
-these, so they are not supported. A parameter that PyTorch lists twice has one name here. Values are copied bit for bit;
-a different dtype is an error, never a cast. bfloat16 stays bfloat16 (``ml_dtypes``).
+these: they are not supported. A parameter that PyTorch lists twice has one name here. Values are copied bit for bit,
+never cast; bfloat16 is that of ``ml_dtypes``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,8 @@ _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 def to_numpy(params: Params) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
-    Args:
-        params: A tree of arrays, such as ``nnx.state(module, nnx.Param)``.
-
-    Returns:
-        Fresh, writable, C-contiguous arrays by name, in the order of the tree.
-
-    Raises:
-        ValueError: If two leaves map to one name, or a leaf is not a parameter or has no rule.
+    Gives fresh, writable, C-contiguous arrays in the order of ``params``, such as ``nnx.state(module, nnx.Param)``.
+    Raises a ValueError if two leaves map to one name, or a leaf is not a parameter or has no rule.
 
     Example:
         >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
@@ -67,24 +61,20 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
         A tree like ``like`` of JAX arrays on the default device, which share no memory with ``arrays``.
 
     Raises:
-        ValueError: If a name is unknown or missing, a shape or dtype differs, or ``like`` itself breaks a rule
-            of ``to_numpy``. The message names every offender.
+        ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
     """
     check_kind("arrays", arrays, Mapping, "a mapping of arrays by name")
     leaves = _named_leaves(like)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
-    faults = [f"unknown {name!r}" for name in given if name not in leaves]
-    faults += [f"missing {name!r}" for name in leaves if name not in given]
-    for name, (dims, leaf) in leaves.items():
-        if name not in given:
-            continue
-        shape = tuple(leaf.shape[dim] for dim in dims)
-        if given[name].shape != shape:
-            faults.append(f"{name!r} has shape {given[name].shape}, not {shape}")
-        if given[name].dtype != leaf.dtype:
-            faults.append(f"{name!r} has dtype {given[name].dtype}, not {leaf.dtype}")
-        elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            faults.append(f"{name!r} has dtype {leaf.dtype}, which needs jax_enable_x64")
+    wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
+    found = {name: f"{array.dtype} {array.shape}" for name, array in given.items()}
+    faults = [
+        f"{name!r} is {found.get(name, 'missing')}, not {wanted.get(name, 'wanted')}"
+        for name in wanted | found
+        if found.get(name) != wanted.get(name)
+    ]
+    narrowed = [name for name, array in given.items() if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype]
+    faults += [] if faults else [f"{name!r} is {found[name]}, which needs jax_enable_x64" for name in narrowed]
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
     # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
@@ -102,11 +92,9 @@ def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     if isinstance(params, nnx.Module):
         raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
     nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    faults = [
-        f"{path_name(keys)!r} is a {type(node).__name__}, not a Param"
-        for keys, node in nodes
-        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
-    ]
+    variables = {path_name(keys): node for keys, node in nodes if isinstance(node, nnx.Variable)}
+    others = {name: node for name, node in variables.items() if not isinstance(node, nnx.Param)}
+    faults = [f"{name!r} is a {type(node).__name__}, not a Param" for name, node in others.items()]
     listed = [(path_name(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(params)]
     num_dims = {path: len(getattr(leaf, "shape", ())) for path, leaf in listed}
     paths: dict[str, str] = {}

@@ -39,15 +39,16 @@ def test_float64_is_kept_and_never_narrowed_silently():
     arrays = {"own": np.full(3, 1 / 3)}
     with jax.enable_x64(True):
         assert np.array_equal(np.asarray(from_numpy(arrays, like)["own"]), arrays["own"])
-    assert "'own' has dtype float64, which needs jax_enable_x64" in refusal(from_numpy, arrays, like)
+    assert "'own' is float64 (3,), which needs jax_enable_x64" in refusal(from_numpy, arrays, like)
 
 
 def test_every_array_that_does_not_fit_is_named_in_one_line():
     like = {"a": {"kernel": jnp.zeros((2, 3))}, "b": {"kernel": jnp.zeros((2, 3))}, "c": jnp.zeros(2)}
     arrays = {"a.weight": np.zeros((2, 3), np.float32), "c": np.zeros(2), "d": np.zeros(1), "e": np.zeros(1)}
     assert refusal(from_numpy, arrays, like) == (
-        "arrays must have the names, shapes and dtypes of like: unknown 'd'; unknown 'e'; missing 'b.weight'; "
-        "'a.weight' has shape (2, 3), not (3, 2); 'c' has dtype float64, not float32"
+        "arrays must have the names, shapes and dtypes of like: 'a.weight' is float32 (2, 3), not float32 (3, 2); "
+        "'b.weight' is missing, not float32 (3, 2); 'c' is float64 (2,), not float32 (2,); "
+        "'d' is float64 (1,), not wanted; 'e' is float64 (1,), not wanted"
     )
 
 

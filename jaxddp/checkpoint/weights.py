@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,10 +15,7 @@ from ..arguments import check_path
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads the weights of a file, by name, in the order in which they were written.
-
-    Raises a ValueError if the file is truncated or holds no weights, an OSError if it cannot be read.
-    """
+    """Reads the weights of a file, by name, in the order in which they were written; a ValueError if it has none."""
     check_path("path", path)
     try:
         return read_arrays(path)
@@ -27,18 +23,10 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays; of dtypes that NumPy does not have, such as bfloat16, the bytes."""
-    with zipfile.ZipFile(path, "w") as archive:  # np.savez reserves some names, and pickles unknown types
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-
-
 def read_arrays(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """Reads arrays, all if ``names`` is None; dtypes that NumPy does not have are those of their bytes."""
+    """Reads arrays, all if ``names`` is None; dtypes that NumPy does not have, such as bfloat16, are their bytes."""
+    arrays = {}
     with zipfile.ZipFile(path) as archive:
-        arrays = {}
         for name in archive.namelist() if names is None else [f"{name}.npy" for name in names]:
             with archive.open(name) as member:
                 arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)

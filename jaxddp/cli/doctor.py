@@ -1,7 +1,4 @@
-"""``python -m jaxddp doctor``: what this machine has for training, and what will not work.
-
-Each framework is asked in a process of its own: what breaks it is a line of the report, and no GPU is held.
-"""
+"""``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
 
 from __future__ import annotations
 
@@ -16,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import __version__, environment
+from .. import __version__
 from ..planning.chips import CHIPS, chip_of
+from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
+from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0
@@ -27,10 +26,9 @@ _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
 _ASK = {
     "JAX": """
 import json
-from jaxddp.cli.quiet import import_jax
+from jaxddp.plugins import cuda_plugins, devices, import_jax
 import_jax()
 import jax
-from jaxddp.plugins import cuda_plugins, devices
 kinds = [device.device_kind for device in devices()]
 cuda = [int(name.removeprefix("xla_cuda")) for name in cuda_plugins()]
 print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(), "devices": kinds, "cuda": cuda}))
@@ -38,7 +36,7 @@ print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(),
     "torch": """
 import json
 import torch
-from jaxddp.environment import cuda_libraries
+from jaxddp.cli.environment import cuda_libraries
 count = torch.cuda.device_count()
 kinds = [torch.cuda.get_device_name(index) for index in range(count)] if torch.cuda.is_available() else []
 cuda = [int(torch.version.cuda.split(".")[0])] if torch.version.cuda else []
@@ -82,10 +80,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
-    if arguments.json:
-        print(json.dumps([line._asdict() for line in lines]))
-    for line in [] if arguments.json else lines:
-        print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}")
+    shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
+    print(json.dumps([line._asdict() for line in lines]) if arguments.json else "\n".join(shown))
     return int(any(line.status == FAIL for line in lines))
 
 
@@ -99,7 +95,7 @@ def examine() -> Iterator[Line]:
         yield _framework_line(framework, ask(framework), len(gpus), driver)
     for owners, file in environment.shared_libraries().items():
         yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
-    if len(plugins := [name for name in environment.cuda_wheels() if name.startswith("jax-cuda")]) > 1:
+    if len(plugins := cuda_plugins()) > 1:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
         yield Line("libraries", " and ".join(plugins), advice, FAIL)
     yield _job_line()

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from jaxddp import environment
-from jaxddp.cli import doctor
+from jaxddp.cli import doctor, environment
 from jaxddp.cli.doctor import FAIL, NOTE, OK
 
 GIB = 2**30
@@ -25,18 +24,18 @@ def machine(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def report(*, num_gpus=8, name=H100, free=80, driver="580.65.06", wheels=None,
-               shared=None, jax=JAX, torch=TORCH):  # fmt: skip
+    def report(*, num_gpus=8, name=H100, free=80, driver="580.65.06",
+               plugins=("xla_cuda13",), shared=None, jax=JAX, torch=TORCH):  # fmt: skip
         gpus = [environment.Gpu(i, f"GPU-{i}", name, 80 * GIB, free * GIB) for i in range(num_gpus)]
         fakes = {
             "gpus": lambda: gpus,
             "driver_version": lambda: driver,
-            "cuda_wheels": lambda: wheels or {"jax-cuda13-plugin": "0.10.2", "nvidia-nccl-cu13": "2.29.7"},
             "shared_libraries": lambda: shared or {},
             "num_cores": lambda: 16,
         }
         for function, fake in fakes.items():
             monkeypatch.setattr(environment, function, fake)
+        monkeypatch.setattr(doctor, "cuda_plugins", lambda: plugins)
         monkeypatch.setattr(doctor, "ask", {"JAX": jax, "torch": torch}.get)
         monkeypatch.setattr(os, "cpu_count", lambda: 208)
         return list(doctor.examine())
@@ -74,7 +73,7 @@ NCCLS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
         ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, FAIL, "JAX",
          "JAX must start here: reinstall it, or end what holds the GPUs"),
         ({"shared": {NCCLS: "libnccl.so.2"}}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
-        ({"wheels": {"jax-cuda12-plugin": "1", "jax-cuda13-plugin": "1"}}, FAIL, "libraries",
+        ({"plugins": ("xla_cuda12", "xla_cuda13")}, FAIL, "libraries",
          "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"),
         ({"name": "NVIDIA L40S"}, NOTE, "GPUs",
          "not simulated: its numbers are none of h100, h200, a100, b200, gb200, gb300, v5p, v6e, v7x"),

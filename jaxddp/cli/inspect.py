@@ -14,8 +14,8 @@ from typing import Any
 
 from ..arguments import check_integer
 from ..communication.buckets import MIB
+from ..plugins import import_jax
 from ..table import count_kinds, paragraph, table
-from .quiet import import_jax
 
 _MODEL, _BATCH_PER_DEVICE = "seed_xl", 16
 _HEADS = (

@@ -1,8 +1,7 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
 
-They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, and the exit status is
-its own. This needs no torch, listens to no other host, and leaves nothing behind that they have started. In a job of
-several processes, which srun, torchrun or mpirun has started, each process becomes the script.
+They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, with all that they have
+started, and the exit status is its own. In a job of several processes each becomes the script.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..arguments import check_integer, check_positive
 from ..processes.job import STUCK_S, TOKEN, find_job
 from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
-from .interrupts import noted_signals
+from .parser import noted_signals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
@@ -97,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def launch(command: Sequence[str], num_processes: int, log_dir: str | None = None, max_restarts: int = 0) -> int:
     """Runs ``python command`` as the processes of a job; returns 0, or the exit status of one that failed.
 
-    Each has a log in ``log_dir``, and process 0 alone is shown; if that is None all are shown. All are started again
-    after one has failed, but not after a signal, at most ``max_restarts`` times.
+    With ``log_dir`` process 0 alone is shown. All are started again after one has failed, but not after a signal.
     """
     check_integer("num_processes", num_processes)
     check_integer("max_restarts", max_restarts, 0)
@@ -116,11 +114,8 @@ class _Processes:
     def __init__(self, command: Sequence[str], count: int, log_dir: str | None, restart: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        alike = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+        alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alike |= {
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
@@ -140,29 +135,23 @@ class _Processes:
             )
             self.processes.append(process)
             if process.stdout is not None and log_dir is not None:
-                path, mode = Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb"
-                reader = threading.Thread(target=_copy, args=(process.stdout, path, mode, rank == 0), daemon=True)
-                self.readers.append(reader)
-                reader.start()
+                copied = process.stdout, Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb", rank == 0
+                self.readers.append(threading.Thread(target=_copy, args=copied, daemon=True))
+                self.readers[-1].start()
 
     def wait(self) -> tuple[int, bool]:
-        """Waits for all, and ends the others after the first failure; the exit status, and whether a signal came.
-
-        Signals of schedulers are passed on to the processes, which end by themselves.
-        """
+        """Waits for all, and ends the others after a failure, or passes signals on; the status, and if one came."""
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
             try:
                 while self._running() and time.monotonic() < until:
-                    for number in signals[num_passed_on:]:
-                        num_passed_on += 1
-                        self._send(number)
+                    self._send(*signals[num_passed_on:])
+                    num_passed_on = len(signals)
                     # First one that fails by itself, not for the loss of another.
                     ended = [one for one in self.processes if one.returncode]
                     ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
                     if ended and not signals and failed is not ended[0]:
-                        until = time.monotonic() + _LAST_WORDS_S if failed is None else until
-                        failed = ended[0]
+                        until, failed = min(until, time.monotonic() + _LAST_WORDS_S), ended[0]
                         if len(self.processes) > 1:
                             rank = self.processes.index(failed)
                             print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
@@ -172,8 +161,7 @@ class _Processes:
                 raise
             finally:
                 self._end()
-        statuses = [process.returncode for process in self.processes]
-        status = abs(failed.returncode) if failed is not None else max(map(abs, statuses))
+        status = abs(failed.returncode) if failed else max(abs(process.returncode) for process in self.processes)
         if signals and status in (signals[0], 128 + signals[0]):
             status = 128 + signals[0]
         return status, bool(signals)
@@ -185,13 +173,13 @@ class _Processes:
                 _kill_group(process)
         return [process for process in self.processes if process.returncode is None]
 
-    def _send(self, number: int) -> None:
-        for process in self.processes:
-            process.send_signal(number)  # none to one that has ended
+    def _send(self, *numbers: int) -> None:
+        for number in numbers:
+            for process in self.processes:
+                process.send_signal(number)  # none to one that has ended
 
     def _end(self) -> None:
-        self._send(signal.SIGTERM)
-        self._send(signal.SIGCONT)  # one that is stopped ends as well
+        self._send(signal.SIGTERM, signal.SIGCONT)  # one that is stopped ends as well
         deadline = time.monotonic() + _GRACE_S
         while self._running() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -208,7 +196,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
-    """Copies what a process prints to its log and, if it is shown, to standard output; goes on without either."""
+    """Copies what a process prints to its log, and to standard output if it is shown; goes on without either."""
     with lines, contextlib.ExitStack() as stack:
         log, is_logged = None, True
         for line in lines:
@@ -221,8 +209,6 @@ def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
             except OSError as error:
                 is_logged = False
                 print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            try:
-                if is_shown:
+            if is_shown:
+                with contextlib.suppress(OSError):  # closed, as by head
                     os.write(1, line)
-            except OSError:  # closed, as by head
-                is_shown = False

@@ -1,21 +1,56 @@
-"""What all command lines share: running a command, and errors in one line.
+"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0.
 
-A command is a module with ``add_parser(commands)``; its ``run(arguments)`` gives the exit status if it is not 0.
+Signals of schedulers are noted, so that a run can save before it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterable, Sequence
-from signal import Signals
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .. import __version__
 from ..processes.replicas import ReplicaError
 from ..processes.stderr import print_line
 from ..processes.watchdog import leave
-from .interrupts import Signalled
+
+# What schedulers send before they end a job, and a terminal when it closes.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Signalled(Exception):
+    """A run ended because of the signal ``number``, after it saved; the text says how far it came."""
+
+    def __init__(self, number: int, text: str = "") -> None:
+        super().__init__(text)
+        self.number = number
+
+
+@contextmanager
+def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
+    """Gives the numbers of ``SIGNALS`` that come to the main thread, which do not end it; ignored ones stay so."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        if is_in_job:  # JAX notes SIGTERM for all processes: multihost_utils.reached_preemption_sync_point
+            signal.raise_signal(signal.SIGTERM)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS[1:] if is_in_job else SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 _STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4, ValueError: 2, OSError: 2}
 
@@ -24,9 +59,9 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     """Runs one of the commands of ``python -m package``; ``arguments`` are those of the command line if None.
 
     Returns:
-        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 3 if training met numbers
-        that are not finite, 4 if ranks held different values of the same, 5 if another process was lost, 128 + the
-        number of a signal (130 after Ctrl-C, 143 after SIGTERM). Other exceptions are bugs and are not caught.
+        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 3 after numbers that are
+        not finite, 4 if ranks differed, 5 if another process was lost, 128 + the number of a signal. Other exceptions
+        are bugs and are not caught.
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
@@ -44,7 +79,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         leave(line, status)
         return status
     except Signalled as signalled:
-        print_line(f"ended by {Signals(signalled.number).name} {signalled}")
+        print_line(f"ended by {signal.Signals(signalled.number).name} {signalled}")
         return 128 + signalled.number
     except KeyboardInterrupt:
         print_line("interrupted")

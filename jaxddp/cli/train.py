@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
+from ..plugins import import_jax
 from ..processes.job import find_job
 from ..sizes import SIZES
 from ..table import table
 from ..training.clock import Timings, stopwatch, summarize
 from ..training.data import Corpus
-from .interrupts import Signalled, noted_signals
 from .launch import launch
-from .quiet import import_jax
+from .parser import Signalled, noted_signals
 
 DEFAULT_SIMULATED_DEVICES = 4
-NUM_VALIDATION_BATCHES = 4
-CHECK_REPLICAS_EVERY = 100  # steps; before each checkpoint too
-MAX_SKIPS = 9  # in a row
+_NUM_VALIDATION_BATCHES = 4
+_CHECK_REPLICAS_EVERY = 100  # steps; before each checkpoint too
+_MAX_SKIPS = 9  # in a row
 _NUM_LINES = 20  # of steps, in a run
 _NUM_BYTE_VALUES = 256
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
@@ -65,7 +65,7 @@ class TrainOptions:
     max_grad_norm: float | None = _flag(None, float, "NORM", "clip the gradient's global norm to this", "no clipping")
     nonfinite: str = _flag("raise", str, "POLICY", "if loss or gradient become NaN or infinite: raise ends the run "
         "with status 3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the "
-        f"update, at most {MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
+        f"update, at most {_MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
     checkpoint: str | None = _flag(None, str, "DIR", "folder for checkpoints; the last step is always saved", "none is "
         "saved")  # fmt: skip
     checkpoint_every: int = _flag(50, int, "N", "steps between validations, each followed by a checkpoint; 0: at the "
@@ -159,49 +159,40 @@ class StepReport(NamedTuple):
 
     step: int  # steps taken, from 1
     loss: float  # nats per byte, of the global batch, before the update
-    validation_loss: float | None  # nats per byte, after the update; None if there is no validation after this step
+    validation_loss: float | None = None  # nats per byte, after the update, if there is a validation after this step
     is_skipped: bool = False  # was not finite, and updated nothing
+    seconds: float = 0.0
 
 
-class Progress:
-    """Steps that a run has taken, and the lines that show them."""
+def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None:
+    """A line about the last step: after a validation, after the first step, and about 20 times in a run."""
+    last, steps = reports[-1], options.steps
+    if last.validation_loss is None and last.step > 1 and last.step % math.ceil(steps / _NUM_LINES):
+        return None
+    rate = _tokens_per_s(options, summarize([one.seconds for one in reports[-20:]]))
+    line = f"step {last.step:{len(str(steps))}}/{steps}  loss {last.loss:.3f}  {rate} tokens/s"
+    return line if last.validation_loss is None else f"{line}  validation {_nats(last.validation_loss)}"
 
-    def __init__(self, options: TrainOptions, context: int) -> None:
-        self._options, self._context = options, context
-        self.reports: list[StepReport] = []
-        self._seconds: list[float] = []
 
-    def add(self, report: StepReport, seconds: float) -> str | None:
-        """Adds a step; gives a line after a validation, after the first step, and about 20 times in a run."""
-        self.reports.append(report)
-        self._seconds.append(seconds)
-        steps = self._options.steps
-        if report.validation_loss is None and report.step > 1 and report.step % math.ceil(steps / _NUM_LINES):
-            return None
-        rate = self._tokens_per_s(summarize(self._seconds[-20:]))
-        line = f"step {report.step:{len(str(steps))}}/{steps}  loss {report.loss:.3f}  {rate:,.0f} tokens/s"
-        return line if report.validation_loss is None else f"{line}  validation {_nats(report.validation_loss)}"
+def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
+    """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
+    said = f"{describe_collectives(found)}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
+    timings, first, last = summarize([one.seconds for one in reports]), reports[0], reports[-1]
+    rate, per_step = _tokens_per_s(options, timings), f"{options.batch_size} x {options.config.context} per step"
+    is_validated, num_skipped = last.validation_loss is not None, sum(one.is_skipped for one in reports)
+    rows = [
+        ("collectives", f"planned {describe_collectives(planned)}; {how}: {said}"),
+        ("loss", f"{first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}"),
+        ("validation", _nats(last.validation_loss) if is_validated else "none: too little text is held out"),
+        ("step time", str(timings)),
+        ("throughput", f"{rate} tokens/s ({per_step})"),
+        *[("skipped", f"{num_skipped} steps, not finite")] * bool(num_skipped),
+    ]
+    return table(("", ""), rows, left=("",)).splitlines()
 
-    def summary(self, planned: Sequence[tuple[str, int]], found: Sequence[tuple[str, int]], how: str) -> list[str]:
-        """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
-        is_same = sorted(planned) == sorted(found)
-        said = "the same" if is_same else f"{describe_collectives(found)}, NOT AS PLANNED"
-        timings, first, last = summarize(self._seconds), self.reports[0], self.reports[-1]
-        validation = "none: fewer than batch_size windows are held out"
-        per_step = f"{self._options.batch_size} x {self._context} per step"
-        rows = {
-            "collectives": f"planned {describe_collectives(planned)}; {how}: {said}",
-            "loss": f"{first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}",
-            "validation": validation if last.validation_loss is None else _nats(last.validation_loss),
-            "step time": str(timings),
-            "throughput": f"{self._tokens_per_s(timings):,.0f} tokens/s ({per_step})",
-        }
-        if num_skipped := sum(report.is_skipped for report in self.reports):
-            rows["skipped"] = f"{num_skipped} steps, not finite"
-        return table(("", ""), [*rows.items()], left=("",)).splitlines()
 
-    def _tokens_per_s(self, timings: Timings) -> float:
-        return self._options.batch_size * self._context / timings.median_ms * 1e3
+def _tokens_per_s(options: TrainOptions, timings: Timings) -> str:
+    return f"{options.batch_size * options.config.context / timings.median_ms * 1e3:,.0f}"
 
 
 def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:
@@ -211,10 +202,7 @@ def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict
 
 
 def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
-    """Restores the newest checkpoint, if there is one; gives the number of batches that it has seen.
-
-    A ValueError if it is not asked for, is another program's, of another text or seed, or between two batches.
-    """
+    """Restores the newest checkpoint, if there is one and it continues this run; gives the batches that it has seen."""
     if folder is None:
         return 0
     folder.reserve()  # no other job saves there meanwhile
@@ -228,9 +216,8 @@ def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, sa
     if not isinstance(saved, dict) or not here.keys() <= saved.keys():
         raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
     for name in ("seed", "text_bytes", "text_crc32"):
-        if here[name] != saved[name]:
-            given = f"{name} (={here[name]})"
-            raise ValueError(f"{given} must be {saved[name]}, as in the checkpoint, to go on in the data")
+        if (given := here[name]) != saved[name]:
+            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     if (step := training.num_steps) >= options.steps:
@@ -243,7 +230,7 @@ def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, sa
 def take_steps(
     options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
     say: Callable[[str], None], on_step: Callable[[StepReport], None],
-) -> Progress:  # fmt: skip
+) -> list[StepReport]:  # fmt: skip
     """Trains up to the last step with the ``_Training`` of a program; all processes of a job take the same branches.
 
     Raises:
@@ -251,11 +238,11 @@ def take_steps(
         ReplicaError: If ranks differ in what each has in full.
         Signalled: After a signal of a scheduler, once the step is finished and saved.
     """
-    held_out = [*corpus.validation_batches(options.batch_size, NUM_VALIDATION_BATCHES)]
-    max_skips = MAX_SKIPS if options.nonfinite == "skip" else 0
+    held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
+    max_skips = _MAX_SKIPS if options.nonfinite == "skip" else 0
     num_skips = 0  # in a row
     error: Exception | None = None
-    progress = Progress(options, corpus.context)
+    reports: list[StepReport] = []
     with noted_signals(training.is_noted_by_jax) as signals:
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
@@ -270,7 +257,7 @@ def take_steps(
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
             is_last, is_due = error is not None or step == options.steps, options.is_due(step)
-            if is_last or is_due or step % CHECK_REPLICAS_EVERY == 0:
+            if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
             validation_loss = None
             if held_out and is_due and error is None:
@@ -287,16 +274,16 @@ def take_steps(
                 say(f"the state before is kept in {path}")
             elif folder is not None and (is_last or (is_due and num_skips == 0)):
                 training.save(folder, position)
-            report = StepReport(step, loss, validation_loss, is_skipped)
-            if line := progress.add(report, seconds):
+            reports.append(StepReport(step, loss, validation_loss, is_skipped, seconds))
+            if line := progress(options, reports):
                 say(line)
-            on_step(report)
+            on_step(reports[-1])
     if folder is not None:
         say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
     if error is not None:
         raise error
-    return progress
+    return reports
 
 
-def _nats(loss: float) -> str:
+def _nats(loss: Any) -> str:
     return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per byte"

@@ -14,14 +14,16 @@ from jax.sharding import Mesh
 
 import jaxddp
 
-from ..mesh import mesh_of_machine
+from ..checkpoint.interop import from_numpy
+from ..checkpoint.weights import load_weights
 from ..models import build
+from ..plugins import devices
 from ..processes.job import find_job
 from ..registry import is_bucketed
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
-from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, take_steps
+from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, summary, take_steps
 
 
 def train(
@@ -31,8 +33,7 @@ def train(
 ) -> list[StepReport]:
     """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
 
-    Returns the reports; none if a resumed run has already taken all its steps. Raises as ``take_steps``, and a
-    ValueError if the options do not fit together, the data, the machine or the checkpoint.
+    Returns the reports; none if a resumed run has taken all its steps. Raises as ``take_steps``, and ValueErrors.
     """
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)
@@ -43,9 +44,6 @@ def train(
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
-        from ..checkpoint.interop import from_numpy  # late: Flax is slow to import
-        from ..checkpoint.weights import load_weights
-
         params = from_numpy(load_weights(options.weights), params)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -70,10 +68,10 @@ def train(
         planned = trainer.planned(training.state, batch)
         program, compile_s = stopwatch(trainer.compile, training.state, batch)
         say(f"compiled in {compile_s:.1f} s")
-        progress = take_steps(options, corpus, training, folder, num_batches, say, on_step)
-    for line in progress.summary(planned, jaxddp.gradient_collectives(program), "compiled"):
+        reports = take_steps(options, corpus, training, folder, num_batches, say, on_step)
+    for line in summary(options, reports, planned, jaxddp.gradient_collectives(program), "compiled"):
         say(line)
-    return progress.reports
+    return reports
 
 
 class _Training:
@@ -117,7 +115,15 @@ def start_ranks(options: TrainOptions) -> Mesh:
     """The ranks of the job that this process is in, else those of this machine."""
     job = find_job()
     if job is None:
-        return mesh_of_machine(options.devices, DEFAULT_SIMULATED_DEVICES)
+        # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
+        try:
+            found = devices()
+        except RuntimeError as error:
+            raise ValueError(f"JAX finds no device to run on: {error}") from error
+        simulated = min(DEFAULT_SIMULATED_DEVICES, len(found)) if found[0].platform == "cpu" else None
+        return jaxddp.data_mesh(options.devices or simulated)
     num_ranks = options.devices or job.num_processes
     if num_ranks % job.num_processes:
         raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")

@@ -13,7 +13,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.cli import train_program
-from jaxddp.cli.interrupts import SIGNALS, Signalled
+from jaxddp.cli.parser import SIGNALS, Signalled
 from jaxddp.cli.train import StepReport, TrainOptions
 from jaxddp.cli.train_program import train
 from jaxddp.comparison_test import refusal

@@ -16,8 +16,8 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.cli.conftest import assert_refused
-from jaxddp.cli.interrupts import Signalled
-from jaxddp.cli.train import Progress, StepReport, TrainOptions
+from jaxddp.cli.parser import Signalled
+from jaxddp.cli.train import StepReport, TrainOptions, progress, summary
 from jaxddp.conftest import wait_for
 from jaxddp.models import SIZES, build
 
@@ -84,17 +84,17 @@ def test_program_in_a_pipe():
 
 
 def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
-    progress = Progress(TrainOptions(steps=100), context=16)
-    reports = [StepReport(step, 6 - step / 100, 2.0 if step == 13 else None, step == 4) for step in range(1, 101)]
-    lines = [line for report in reports if (line := progress.add(report, 0.5))]
+    options = TrainOptions(steps=100)  # of 128 tokens an example
+    reports = [StepReport(step, 6 - step / 100, 2.0 if step == 13 else None, step == 4, 4) for step in range(1, 101)]
+    lines = [line for count in range(1, 101) if (line := progress(options, reports[:count]))]
     assert len(lines) == 20 + 2
     assert lines[0] == "step   1/100  loss 5.990  1,024 tokens/s"
     assert lines[3] == "step  13/100  loss 5.870  1,024 tokens/s  validation 2.000 nats, 2.885 bits per byte"
     collectives = [("all-reduce", 2**20), ("all-reduce", 3 * 2**20)]
-    said = progress.summary(collectives, collectives[::-1], "compiled")
+    said = summary(options, reports, collectives, collectives[::-1], "compiled")
     assert said[0] == "collectives  planned 2 all-reduces, 4.0 MiB per step; compiled: the same"
     assert said[-1] == "skipped      1 steps, not finite"
-    (first, *_) = progress.summary(collectives, [("all-reduce", 2**22)], "compiled")
+    (first, *_) = summary(options, reports, collectives, [("all-reduce", 2**22)], "compiled")
     assert first.endswith("compiled: 1 all-reduce, 4.0 MiB per step, NOT AS PLANNED")
 
 

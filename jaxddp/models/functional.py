@@ -1,8 +1,6 @@
-"""Models by name, each as a loss function and its parameters.
+"""Models by name, each as a loss function and its parameters: nested dictionaries of arrays, named as the modules are.
 
-``build`` makes both; ``abstract`` makes the same without allocating anything, for models larger than memory.
-Parameters are nested dictionaries of arrays, named as the modules are. ``layer`` marks the units that ``zero3``
-gathers one at a time: embedding, every block, and the head with the norm before it.
+``layer`` marks the units that ``zero3`` gathers one at a time: embedding, every block, and the head with its norm.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats; stable for logits of any size.
-
-    ``logits [..., vocab]``, and ``targets [...]``, token ids, all of them valid: there is no ``ignore_index``.
-    """
+    """Mean over tokens of ``log sum exp(logits [..., vocab]) - logits[targets [...]]``, in nats; all targets count."""
     # Comparing every id with the target keeps the gradient elementwise; an indexed read would make it a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
@@ -51,8 +46,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
     """The mean loss of a model, or any function of the inputs, over a batch.
 
-    Cross-entropy of ``{"tokens": [batch, length], "targets": [batch, length]}``, integers, or mean-squared error of
-    ``{"x": [batch, in_features], "y": [batch, out_features]}``.
+    Cross-entropy of integers ``{"tokens", "targets": [batch, length]}``, or mean-squared error of ``{"x", "y"}``.
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
@@ -62,11 +56,10 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
 def build(
     name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] = layer
 ) -> tuple[Loss, Params]:
-    """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters.
+    """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters in float32.
 
     ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
-    ``layer`` wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit. The parameters are nested
-    dictionaries of float32 arrays, a tied one in them once; cast them to compute in another dtype.
+    ``layer`` wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit.
 
     Example:
         >>> loss_fn, params = build("tiny")

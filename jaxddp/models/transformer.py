@@ -1,8 +1,7 @@
 """A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
 
-One block computes ``x += attention(norm(x)); x += feed_forward(norm(x))``. A model of ``L`` blocks has ``9 L + 3``
-parameters, registered in forward order; blocks are unrolled, so every parameter is a leaf of its own. The parameters'
-dtype is the compute dtype; the RoPE tables are rounded to it once, from float64.
+A model of ``L`` blocks has ``9 L + 3`` parameters, registered in forward order, each a leaf of its own. Their dtype is
+the compute dtype; the RoPE tables are rounded to it once, from float64.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -28,20 +27,14 @@ NORM_EPS = 1e-5
 
 
 def rotary_tables(length: int, head_size: int, dtype: jax.typing.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of RoPE's angles ``position * theta^(-2 i / head_size)``.
-
-    Two constants ``[length, 1, head_size / 2]``, that broadcast over heads; the angles are computed in float64.
-    """
+    """Cosines and sines ``[length, 1, head_size / 2]`` of RoPE's angles ``position * theta^(-2 i / head_size)``."""
     frequencies = ROPE_THETA ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     angles = np.arange(length, dtype=np.float64)[:, None, None] * frequencies
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
 
 def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
-    """Turns feature ``i`` together with feature ``i + head_size / 2`` by their position's angle (half-split RoPE).
-
-    ``x`` are queries or keys ``[batch, length, num_heads, head_size]``.
-    """
+    """Turns features ``i`` and ``i + head_size / 2`` of ``x [batch, length, num_heads, head_size]`` by their angle."""
     cos, sin = tables
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -50,8 +43,7 @@ def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
 class _Linear(nnx.Linear):
     """A linear layer that joins every dim but the last before it multiplies.
 
-    Left apart, the kernel's gradient contracts two dims (batch and length) at once, which XLA:CPU does not hand to
-    its fast matrix product: the whole step is a fifth slower. The reshapes themselves move no data.
+    The kernel's gradient would contract two dims at once, for which XLA:CPU has no fast product: a step is 1/5 slower.
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]

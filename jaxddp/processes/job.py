@@ -40,15 +40,11 @@ class Job(NamedTuple):
     num_hosts: int
     host: str  # of the coordinator, which process 0 runs
     port: int
-    owns_visible: bool = False  # the launcher gave this process all accelerators that it sees, and others to the others
+    owns_visible: bool = False  # the launcher gave this process all accelerators that it sees
     token: str = ""  # that a process must know to join; "" if the launcher gives none
 
     def local_devices(self, num_visible: int) -> list[int]:
-        """Chooses this process's accelerators among those that it sees; raises a ValueError if they are too few.
-
-        All are its own if it is alone on its host, or if the launcher gave them to it, as SLURM does with
-        --gpus-per-task, or a single one; else one, by local rank.
-        """
+        """This process's accelerators of those that it sees: all, or one by local rank where processes share them."""
         if self.num_local_processes == 1 or num_visible <= 1 or self.owns_visible:
             return list(range(num_visible))
         if self.num_local_processes > num_visible:
@@ -73,30 +69,24 @@ class Job(NamedTuple):
 
     def listen(self, port: int | None = None) -> socket.socket:
         """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
-        host, port = self.bind_host, self.port if port is None else port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=self.num_processes)
+        address = self.bind_host, self.port if port is None else port
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        return socket.create_server(address, family=family, backlog=self.num_processes)
 
     def describe(self, devices: str) -> str:
         """One line about the job; ``devices`` are those of one process."""
-        hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)}"
-        return (
-            f"{self.launcher}: {self.num_processes} processes on {hosts}, {devices} a process, "
-            f"coordinator {self.address}"
-        )
+        where = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)}, {devices} a process, coordinator {self.address}"
+        return f"{self.launcher}: {self.num_processes} processes on {where}"
 
 
 def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
-    """Finds the job that environment variables describe, ``os.environ`` if None; None if no launcher has set them.
-
-    Raises a ValueError if a launcher's variables are incomplete, are not numbers, or contradict each other.
-    """
+    """Finds the job that environment variables describe; None if no launcher has set them, a ValueError if half set."""
     found = os.environ if environment is None else environment
     if "RANK" in found or "WORLD_SIZE" in found:
         launcher, count, number = "torchrun", "WORLD_SIZE", "RANK"
         names = (number, count, "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in names if not found.get(name)]:
-            there = ", ".join(name for name in names if found.get(name))
+            there = ", ".join(name for name in names if name not in missing)
             raise ValueError(f"{', '.join(missing)} must be set, as {there} is: torchrun sets all of them")
     elif "OMPI_COMM_WORLD_RANK" in found:
         launcher, count, number = "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
@@ -114,10 +104,7 @@ def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
-    """Describes the job given by hand, whose process may use every device of its host; else that of the environment.
-
-    Raises a ValueError if some of the three are None, one is out of range, or as ``find_job``.
-    """
+    """The job given by hand, whose process may use every device of its host; else that of the environment."""
     if coordinator_address is num_processes is process_id is None:
         return find_job()
     if coordinator_address is None or num_processes is None or process_id is None:
@@ -132,10 +119,7 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
-    """Gives how long to wait for processes to join, and for one that is stuck; defaults for None.
-
-    ``stuck_s`` is that of ``launch --stuck-s``, else 600 s; ``timeout_s`` is half of it, 60 to 300 s.
-    """
+    """How long to wait for processes to join, and for one that is stuck; for None as ``start_process`` says."""
     stuck_s = float(os.environ.get(STUCK_S, 600)) if stuck_s is None else stuck_s
     check_positive("stuck_s", stuck_s)
     timeout_s = min(300.0, max(60.0, stuck_s / 2)) if timeout_s is None else timeout_s
@@ -144,10 +128,7 @@ def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]
 
 
 def keep_to_loopback(job: Job) -> None:
-    """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface.
-
-    NCCL would take the first other interface: its processes find each other through TCP, even over NVLink.
-    """
+    """Has NCCL and torch's Gloo listen on loopback alone in a job on one host, unless the user chose an interface."""
     if job.num_hosts == 1 and sys.platform == "linux":
         for library in ("NCCL", "GLOO"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
@@ -164,10 +145,8 @@ def visible_gpus() -> list[str]:
 
 
 def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, int, bool]:
-    """This process's number among those of its host, how many they are, and whether what it sees is its own.
-
-    Of variables of torchrun that were set by hand, SLURM or Open MPI may know the place.
-    """
+    """This process's number among those of its host, how many they are, and whether what it sees is its own."""
+    # Where torchrun's variables were set by hand, SLURM or Open MPI may know the place.
     if launcher == "torchrun" and "LOCAL_RANK" in environment:
         local = _number(environment, "LOCAL_RANK")
         return local, _number(environment, "LOCAL_WORLD_SIZE", default=local + 1), False

@@ -12,7 +12,6 @@ class ReplicaError(RuntimeError):
     step: int  # after which they were compared
 
     def __init__(self, name: str, ranks: tuple[int, ...], num_more: int, step: int) -> None:
-        """Keeps what was found."""
         super().__init__(name, ranks, num_more, step)  # so that it can be pickled
         self.name, self.ranks, self.num_more, self.step = name, ranks, num_more, step
 

@@ -1,7 +1,6 @@
 """Joins a process to its job: one JAX program over the devices of all its processes.
 
-It finds the job, calls the roll (``roll_call.py``), starts the watchdog, and joins JAX's coordinator, which process 0
-runs; under torchrun, whose agent listens on the job's port, at a port that process 0 takes and tells.
+It finds the job, calls the roll, starts the watchdog, and joins JAX's coordinator, which process 0 runs.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ def start_process(
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
     Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
-    GKE); outside any job this is a program of one process. Each process then sees every device of the job, and
-    ``data_mesh()`` spans them all. On CPU they communicate over Gloo, on GPUs over NCCL. A process alone on its host
-    uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When another process
-    is killed, fails or no longer answers, this one prints a line and ends with status 5, not to wait in a collective.
+    GKE); outside any job this is one process. ``data_mesh()`` then spans every device of the job. A process
+    alone on its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When
+    another process is killed, fails or no longer answers, this one prints a line and ends with status 5.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
@@ -48,15 +46,14 @@ def start_process(
         timeout_s: Seconds to wait for the other processes; half of ``stuck_s``, 60 to 300, if None.
         stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
             as while one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
-        preemption_service: Whether JAX takes SIGTERM, and tells by ``multihost_utils.reached_preemption_sync_point``
-            after which step all processes end. Else SIGTERM ends a process as it would any.
+        preemption_service: Whether JAX takes SIGTERM, and ``multihost_utils.reached_preemption_sync_point`` tells after
+            which step all processes end.
 
     Returns:
         The job; None outside any, and where JAX found it.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, a number is out of range, the coordinator's port is
-            taken, or the others do not come within the timeout.
+        ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     check_flag(preemption_service=preemption_service)
@@ -77,10 +74,7 @@ def start_process(
 
 
 def local_rows(batch: Any) -> Any:
-    """Selects this process's rows ``[global batch / processes, ...]`` of a batch ``[global batch, ...]``.
-
-    Raises a ValueError if a leaf's rows cannot be split evenly.
-    """
+    """Selects this process's rows ``[global batch / processes, ...]`` of a batch ``[global batch, ...]``."""
     index, count = jax.process_index(), jax.process_count()
 
     def rows(leaf: Any) -> Any:

@@ -7,10 +7,7 @@ from typing import TextIO
 
 
 def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Prints a line in one write: ``print`` makes two where Python is unbuffered, and another process's come between.
-
-    ``line`` is without its end; ``stream`` is standard error if None.
-    """
+    """Prints a line in one write: ``print`` makes two where Python is unbuffered, with other processes' between."""
     stream = stream or sys.stderr
     stream.write(f"{line}\n")
     stream.flush()

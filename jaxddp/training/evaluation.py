@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from ..metrics import Halves, PerExample, Sum, map_parts
+from ..loss import Halves, PerExample, Sum, map_parts
 from .validation import check_batch, count_examples, host_arrays, is_global
 
 Watched = Callable[[], AbstractContextManager[Any]]

@@ -12,8 +12,8 @@ import pytest
 
 import jaxddp
 from jaxddp.comparison_test import assert_near, compiled_as_planned, refusal
+from jaxddp.loss import Measure
 from jaxddp.mesh_test import run_workers
-from jaxddp.metrics import Measure
 
 
 def trainer(loss_fn, strategy=jaxddp.bucketed(), **options):  # noqa: B008

@@ -22,8 +22,8 @@ from ..communication.buckets import BucketPlan
 from ..communication.planned import Planned, planned_along, planned_exchange, traced_collectives
 from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
+from ..loss import Measure
 from ..mesh import platform_of
-from ..metrics import Measure
 from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split

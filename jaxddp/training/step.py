@@ -28,8 +28,7 @@ from ..communication.collectives import all_gather
 from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
 from ..communication.reduction import divide as divide_total
 from ..communication.traces import GradientTrace
-from ..loss import PartialLoss, Parts, denominator, divide
-from ..metrics import PerExample, map_per_example
+from ..loss import PartialLoss, Parts, PerExample, denominator, divide, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split

@@ -27,9 +27,8 @@ from ..arguments import check_flag, check_function, check_integer, check_kind, c
 from ..communication.buckets import BucketPlan
 from ..communication.traces import GradientTrace, describe_results
 from ..layout import whole
-from ..loss import partial_loss
+from ..loss import Measure, partial_loss
 from ..mesh import DATA_AXIS, platform_of, rank_axis
-from ..metrics import Measure
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split

@@ -88,11 +88,12 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
         num_batches = command.resume(options, corpus, training, folder, say)
         if training.num_steps >= options.steps:
             return []
-        progress = command.take_steps(options, corpus, training, folder, num_batches, say, lambda report: None)
+        reports = command.take_steps(options, corpus, training, folder, num_batches, say, lambda report: None)
     planned = net.planned_collectives(num_microbatches=options.microbatches)
-    for line in progress.summary(planned, [(one.kind, one.num_bytes) for one in training.issued], "issued"):
+    issued = [(one.kind, one.num_bytes) for one in training.issued]
+    for line in command.summary(options, reports, planned, issued, "issued"):
         say(line)
-    return progress.reports
+    return reports
 
 
 class _Training:

@@ -13,6 +13,7 @@ one leaf of them, such as a mask, alike on all ranks, and with other keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arguments import check_function, check_integer, is_number
-from .checkpoint.host_state import is_key
-from .mesh import data_mesh
-from .training.validation import check_batch
-from .tree import named_leaves
-
-_REDUCED_TWICE = "it is summed where the mean is meant, or summed again after autodiff has summed it"
+from ..arguments import check_function, check_integer
+from ..checkpoint.host_state import is_key
+from ..mesh import data_mesh
+from ..training.validation import check_batch
+from ..tree import named_leaves
+from .comparing import cast, check_atol, difference, has_unlike_copies, wide_enough
 
 
 class Parted(NamedTuple):
@@ -60,62 +60,62 @@ def check_step(
     """Runs a training step on one device and on several, and says what differs, and why it may.
 
     Args:
-        make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays. A step that needs no mesh is
-            ``lambda mesh: step``.
+        make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays.
         state: A tree of arrays and PRNG keys; kept.
         batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
         num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
         axis: Name of the mesh axis.
         state_specs: How the state lies over the ranks: a tree of ``PartitionSpec`` like it, or a prefix; all of it
             on each if None.
-        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 has
-            room for the order of sums, and for more than 1e-9 only where gradients nearly vanish before a division.
+        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 needs
+            more than 1e-9 only where gradients nearly vanish before a division.
         dtype: To which floats of state and batch are cast; theirs if None.
 
     Raises:
-        StepParityError: An AssertionError, if anything differs: with the likely cause of each.
+        StepParityError: If anything differs: with the likely cause of each.
         ValueError: If the batch cannot be split, or there are too few devices.
     """
     check_function("make_step", make_step, "a function of a mesh that gives the step")
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)
-    if not is_number(atol) or not atol >= 0:
-        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
-    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
-        parted = list(_Step(make_step, state, batch, num_ranks, axis, state_specs, atol, dtype).parted())
+    check_atol(atol)
+    with wide_enough(dtype):
+        specs = PartitionSpec() if state_specs is None else state_specs
+        step = _Step(make_step, cast(state, dtype), cast(batch, dtype), num_ranks, axis, specs, atol)
+        parted = list(step.parted())
     if parted:
         raise StepParityError(parted, num_ranks)
 
 
+@dataclass
 class _Step:
     """A step, which can be run on any number of ranks with any batch of the same kind."""
 
-    def __init__(
-        self, make_step: Any, state: Any, batch: Any, num_ranks: int, axis: str, specs: Any, atol: float, dtype: Any
-    ) -> None:
-        self._make_step, self._axis = make_step, axis
-        self._specs = PartitionSpec() if specs is None else specs
-        self._state, self._batch = cast(state, dtype), cast(batch, dtype)
-        self._num_ranks, self._atol, self._unlike_copies = num_ranks, atol, set[str]()
+    make_step: Callable[[Mesh], Callable[..., Any]]
+    state: Any
+    batch: Any
+    num_ranks: int
+    axis: str
+    specs: Any  # of the state
+    atol: float
 
     def parted(self) -> Iterator[Parted]:
         """Gives what differs."""
-        num_ranks, before = self._num_ranks, self._matching(self._state)
-        one, several = self._run(1, self._batch), self._run(num_ranks, self._batch)
-        unlike = self._unlike_copies
-        of_shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // num_ranks], self._batch)
-        on_all = jax.tree.map(self._alike, self._batch)
-        is_same_of_shard = self._agree(self._run(1, of_shard), self._run(num_ranks, on_all))
+        one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
+        shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
+        is_same_of_shard = self._agree(self._run(1, shard), self._run(batch=jax.tree.map(self._alike, self.batch)))
         # Noise of parameters is the same on all ranks, and as on one device.
         if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
             yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
             return
+        old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not _draws_noise(leaf)}
         for name, right in one.items():
             apart = difference(several[name], right)
             if name in unlike:
                 yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
-            elif not apart <= self._atol:
-                cause = self._ratio(several[name], right, before.get(name)) or self._cause(one, is_same_of_shard)
+            elif not apart <= self.atol:
+                before = old.get(name, old.get(name.removeprefix("0.")))  # of a state that is returned first, or alone
+                cause = self._ratio(several[name], right, before) or self._cause(one, is_same_of_shard)
                 yield Parted(name, apart, cause)
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
@@ -126,12 +126,14 @@ class _Step:
         ratio = float(np.sum(moved * wanted)) / scale if scale else 0.0
         if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):
             return ""
-        num_ranks = self._num_ranks
-        for power, why in ((1, _REDUCED_TWICE), (2, f"as squares of something {num_ranks} times too large")):
-            if np.isclose(ratio, num_ranks**power, rtol=1e-6):
-                return f"{num_ranks**power} times as large: {why}"
-        if np.isclose(ratio, 1 / num_ranks, rtol=1e-6):
-            return f"1/{num_ranks} as large: it is a mean where the sum is meant, or divided twice"
+        count = self.num_ranks
+        for factor, why in (
+            (count, f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it"),
+            (count**2, f"{count**2} times as large: as squares of something {count} times too large"),
+            (1 / count, f"1/{count} as large: it is a mean where the sum is meant, or divided twice"),
+        ):
+            if np.isclose(ratio, factor, rtol=1e-6):
+                return why
         return ""
 
     def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
@@ -140,44 +142,36 @@ class _Step:
             return "random numbers depend on the number of devices, as keys folded with the rank: compare without noise"
         if not is_same_of_shard:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
-        for name, leaf in named_leaves(self._batch).items():
+        for name, leaf in named_leaves(self.batch).items():
             if is_key(leaf) or not (leaf.dtype.kind in "biu" or np.isin(leaf, [0, 1]).all()):
                 continue  # labels and masks may say which examples count
-            alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self._batch)
-            if self._agree(self._run(1, alike), self._run(self._num_ranks, alike)):
+            alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self.batch)
+            if self._agree(self._run(1, alike), self._run(batch=alike)):
                 return f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
         return "statistics of a rank's own examples, as BatchNorm's, or a loss that is no mean over examples"
 
     def _alike(self, leaf: Any) -> Any:
         """A leaf of the batch with the first rank's examples on every rank."""
-        return jnp.concatenate([leaf[: len(leaf) // self._num_ranks]] * self._num_ranks)
+        return jnp.concatenate([leaf[: len(leaf) // self.num_ranks]] * self.num_ranks)
 
     def _is_random(self, one: dict[str, np.ndarray]) -> bool:
         """Whether other keys give another result on one device."""
-        trees = self._state, self._batch
-        if not any(map(_draws_noise, jax.tree.leaves(trees))):
-            return False
-        state, batch = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, trees)
-        return not self._agree(one, self._run(1, batch, state))
+        others = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, (self.state, self.batch))
+        return not self._agree(one, self._run(1, *others[::-1]))
 
-    def _run(self, num_ranks: int, batch: Any, state: Any = None) -> dict[str, np.ndarray]:
-        """What the step returns, by name."""
-        mesh = data_mesh(num_ranks, axis=self._axis)
-        state = self._state if state is None else state
-        specs = jax.tree.broadcast(self._specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    def _run(self, num_ranks: int | None = None, batch: Any = None, state: Any = None) -> dict[str, np.ndarray]:
+        """What the step returns, by name; of all ranks and its own batch and state if not given."""
+        mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
+        batch, state = self.batch if batch is None else batch, self.state if state is None else state
+        specs = jax.tree.broadcast(self.specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
-        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self._axis)))
-        found = named_leaves(jax.block_until_ready(self._make_step(mesh)(state, batch)))
-        self._unlike_copies = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
+        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
+        found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
+        self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
         return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
 
     def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-        return all(difference(other[name], leaf) <= self._atol for name, leaf in one.items())
-
-    def _matching(self, state: Any) -> dict[str, np.ndarray]:
-        """Leaves of the state by the names that those of the next one have in what the step returns."""
-        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state).items() if not _draws_noise(leaf)}
-        return leaves | {f"0.{name}": leaf for name, leaf in leaves.items()}
+        return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())
 
 
 def _draws_noise(leaf: Any) -> bool:
@@ -188,34 +182,3 @@ def _draws_noise(leaf: Any) -> bool:
 def _other_key(key: Any) -> Any:
     keys = key.reshape(-1) if is_key(key) else key[None]
     return jax.vmap(jax.random.fold_in, (0, None))(keys, 7).reshape(key.shape)
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """A tree with its floating leaves in a dtype, complex ones alike; the leaves as they are if it is None."""
-
-    def leaf_in_dtype(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and is_key(leaf):
-            return leaf
-        array = np.asarray(leaf)
-        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
-            return array
-        return array.astype(jnp.promote_types(dtype, jnp.complex64) if np.iscomplexobj(array) else dtype)
-
-    return jax.tree.map(leaf_in_dtype, tree)
-
-
-def has_unlike_copies(leaf: jax.Array) -> bool:
-    """Whether devices that should hold the same hold other bits."""
-    copies: dict[str, set[bytes]] = {}
-    for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-        copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-    return any(len(bits) > 1 for bits in copies.values())
-
-
-def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
-    """The largest of any element, relative to the largest element where that is above ``least``."""
-    if found.shape != right.shape:
-        return np.inf
-    wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
-    return float(apart / (max(least, float(size)) or 1.0))

@@ -1,7 +1,4 @@
-"""What of a machine changes results or fails before they are there: GPUs, driver, CUDA's libraries, variables, memory.
-
-No framework is imported and no CUDA context is made: the driver is asked by ``nvidia-smi``.
-"""
+"""What of a machine changes results: GPUs, driver, CUDA's libraries, variables, memory. No framework is imported."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .processes.job import visible_gpus
+from ..processes.job import visible_gpus
 
-_SMI_TIMEOUT_S = 60.0  # a driver that starts all GPUs of a host first takes seconds for each
+_SMI_TIMEOUT_S = 60.0  # a driver that starts the GPUs first takes seconds for each
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
-_MIB = 2**20
 # Everything that NCCL, Gloo, XLA, CUDA, JAX and torch read, apart from where files are cached.
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|XLA|JAX|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|OMP)_\w+|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
@@ -58,16 +54,15 @@ def gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves of this host's; empty without NVIDIA's driver."""
     columns = "index,uuid,name,memory.total,memory.free"
     lines = (nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
-    rows = [row for line in lines if len(row := [cell.strip() for cell in line.split(",")]) == len(Gpu._fields)]
-    found = [Gpu(int(number), uuid, name, _bytes(total), _bytes(free)) for number, uuid, name, total, free in rows]
+    found = []
+    for number, uuid, name, *mib in ([cell.strip() for cell in line.split(",")] for line in lines):
+        # "[N/A]" where the host's memory is the GPU's
+        total, free = (int(one) * 2**20 if one.isdigit() else 0 for one in mib)
+        found.append(Gpu(int(number), uuid, name, total, free))
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
     visible = visible_gpus()  # numbers, or beginnings of a UUID
     return [gpu for gpu in found if str(gpu.number) in visible or any(gpu.uuid.startswith(name) for name in visible)]
-
-
-def _bytes(mib: str) -> int:
-    return int(mib) * _MIB if mib.isdigit() else 0  # "[N/A]" where the host's memory is the GPU's
 
 
 def nvidia_smi(*arguments: str) -> str | None:
@@ -97,38 +92,29 @@ def _version(path: str, library: str) -> str | None:
             return None
     except (OSError, AttributeError):
         return None
-    number = found.value
-    if library == "cudart":  # 12080
-        return f"{number // 1000}.{number % 1000 // 10}"
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # 22907
-
-
-def cuda_wheels() -> dict[str, str]:
-    """Versions of installed wheels that belong to CUDA, by name: NVIDIA's, and JAX's plugins."""
-    return {
-        name: one.version for one in distributions() if re.match(r"nvidia-|jax-cuda\d+-plugin$", name := _name(one))
-    }
+    number = found.value * 10 if library == "cudart" else found.value  # 12080, of the others 22907
+    return f"{number // 10000}.{number // 100 % 100}" + f".{number % 100}" * (library != "cudart")
 
 
 def shared_libraries() -> dict[tuple[str, ...], str]:
     """Installed wheels that own one library file, which is then the last one's installed, and such a file."""
     owners: dict[str, set[str]] = defaultdict(set)
     for one in distributions():
-        if (name := _name(one)).startswith("nvidia-"):
-            for file in one.files or ():
-                if ".so" in file.name:
-                    owners[str(file)].add(name)
+        name = re.sub(r"[-_.]+", "-", one.name or "").lower()
+        for file in one.files or () if name.startswith("nvidia-") else ():
+            if ".so" in file.name:
+                owners[str(file)].add(name)
     return {tuple(sorted(names)): file for file, names in sorted(owners.items()) if len(names) > 1}
-
-
-def _name(distribution: Any) -> str:
-    return re.sub(r"[-_.]+", "-", distribution.name or "").lower()
 
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment variables that change results or times."""
-    found = sorted((os.environ if environment is None else environment).items())
-    return {name: value for name, value in found if _VARIABLES.fullmatch(name) and not _CACHES.fullmatch(name)}
+    found = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in sorted(found.items())
+        if _VARIABLES.fullmatch(name) and not _CACHES.fullmatch(name)
+    }
 
 
 def num_cores() -> int:

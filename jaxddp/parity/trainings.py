@@ -8,8 +8,7 @@ of each rank with each other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,24 +18,19 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from .arguments import check_integer, is_number
-from .checkpoint.host_state import is_key, to_host
-from .checkpoint.interop import to_numpy, torch_names
-from .first_difference import first_difference as first_difference
-from .first_difference import mark as mark
-from .layout import cut_leaves, whole
-from .loss import Weighted, with_key
-from .mesh import data_mesh
-from .metrics import Mean, PerExample, Sum, map_marked
-from .registry import STRATEGIES, make_strategy
-from .step_parity import StepParityError as StepParityError
-from .step_parity import cast, difference, has_unlike_copies
-from .step_parity import check_step as check_step
-from .strategy import Strategy
-from .training.train import Trainer, TrainState
-from .training.validation import check_batch
-from .tree import check_params, is_floating, like, merge, named_leaves, split
-from .zero.elementwise import shard_state
+from ..arguments import check_integer
+from ..checkpoint.host_state import is_key, to_host
+from ..checkpoint.interop import to_numpy, torch_names
+from ..layout import cut_leaves, whole
+from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
+from ..mesh import data_mesh
+from ..registry import STRATEGIES, make_strategy
+from ..strategy import Strategy
+from ..training.train import Trainer, TrainState
+from ..training.validation import check_batch
+from ..tree import check_params, is_floating, like, merge, named_leaves, split
+from ..zero.elementwise import shard_state
+from .comparing import cast, check_atol, difference, has_unlike_copies, wide_enough
 
 TORCH = "PyTorch"
 
@@ -46,15 +40,11 @@ class Result(NamedTuple):
 
     strategy: str  # its name, or "PyTorch"
     num_ranks: int  # of the strategy
-    # the largest after any step, relative to the largest element of a leaf where that is above 1; infinite if ranks
-    # hold different copies; None if the strategy refused
-    difference: float | None
+    difference: float | None  # the largest after any step; infinite if copies differ; None if the strategy refused
     step: int | None = None  # the first step after which anything parted, from 1; None if nothing did
-    # the first that did: the name of a parameter, opt_state.NAME, model_state.NAME, metrics.NAME, or copies of NAME
-    leaf: str | None = None
+    leaf: str | None = None  # the first that did: of parameters, opt_state, model_state, metrics, or copies of one
     refused: str = ""  # why the strategy took no such training; empty if it did
-    # what it ended with, by dotted name, with the model state; "PyTorch" by its own names
-    params: Mapping[str, np.ndarray] = MappingProxyType({})
+    params: Mapping[str, np.ndarray] = MappingProxyType({})  # what it ended with, by name, with the model state
 
     def __repr__(self) -> str:
         """One line, without arrays."""
@@ -107,24 +97,21 @@ def check(
         trainable: Predicate on a parameter's name.
         model_state: As of ``Trainer.init``; its statistics must be those of the whole batch.
         torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
-            ``partial(torch.optim.AdamW, lr=1e-3)``. It is trained on one process, from the same weights, clipped and
-            frozen alike, and its parameters compared by the names of ``checkpoint.interop``.
+            ``partial(torch.optim.AdamW, lr=1e-3)``; trained on one process from the same weights.
 
     Returns:
         A result of each training.
 
     Raises:
         ParityError: If one parts; it shows the first step and leaf of each.
-        ValueError: If there are fewer than two batches, one cannot be split over the ranks, no parameter moves on one
-            device, or a named strategy, or every one, refuses such a training.
+        ValueError: If a batch cannot be split over the ranks, nothing moves, or a named strategy or all of them refuse.
     """
-    if not is_number(atol) or not atol >= 0:
-        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
+    check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
-    with jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64):
-        task = _Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
-        expected = _on_one_device(task)
-        results = _under_strategies(task, strategies, num_ranks, expected, atol)
+    with wide_enough(dtype):
+        task = Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
+        expected = on_one_device(task)
+        results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
     if not results:
@@ -134,16 +121,14 @@ def check(
     return results
 
 
-_PARAMS = "params."
+PARAMS = "params."
 
 
-class _Task:
+class Task:
     """A training, however it is done."""
 
-    def __init__(
-        self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
-        options: dict[str, Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, loss_fn: Any, optimizer: Any, params: Any, model_state: Any, batches: Any, dtype: Any,
+                 options: dict[str, Any]) -> None:  # fmt: skip
         check_params(params, options["trainable"])
         if dtype is not None and not is_floating(dtype):
             raise ValueError(f"dtype (={dtype!r}) must be a floating dtype or None")
@@ -151,13 +136,13 @@ class _Task:
         if (count := len(self.batches)) < 2:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         has_state = model_state is not None
-        trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), has_state=has_state, **options)
         self._call = with_key(loss_fn, has_state)
         result = jax.eval_shape(_on_one_rank(self._outputs), self.params, self.model_state, self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
         if has_aux and has_state:  # else it is (loss, new_state)
             has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-        self.trainer = replace(trainer, has_aux=has_aux)
+        flat, options = make_strategy("flat"), {"has_aux": has_aux, "has_state": has_state, **options}
+        self.trainer = Trainer(loss_fn, optimizer, flat, data_mesh(1), **options)
 
     def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
         return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
@@ -173,9 +158,10 @@ class _Task:
         return _of_whole_batch(loss), (model_state, map_marked(lambda _, leaf: _of_whole_batch(leaf), aux))
 
 
-def _under_strategies(
-    task: _Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
+def under_strategies(
+    task: Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
 ) -> list[Result]:
+    """Trains under each strategy on each number of ranks, and compares with what ``on_one_device`` gave."""
     chosen = [strategies] if isinstance(strategies, str) else strategies
     is_all, results = chosen == ["all"], []
     trained = split(task.params, task.trainer.trainable)[0]
@@ -198,12 +184,28 @@ def _under_strategies(
     return results
 
 
-def _under_torch(task: _Task, torch: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
-    names = dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
-    is_trained, max_grad_norm = task.trainer.trainable or (lambda name: True), task.trainer.max_grad_norm
-    frozen = {theirs for theirs, ours in names.items() if not is_trained(ours)}
-    found = _in_torch(*torch, to_numpy(task.params), task.batches, frozen, max_grad_norm)
-    right = [to_numpy(like(task.params, {ours: one[_PARAMS + ours] for ours in names.values()})) for one in expected]
+def _under_torch(task: Task, given: tuple[Any, Any, Any], expected: Sequence[Any], atol: float) -> Result:
+    import copy
+
+    import torch
+
+    import torchref
+    from torchref import interop
+
+    weights, ours = to_numpy(task.params), dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
+    module, loss_fn, make_optimizer = copy.deepcopy(given[0]), *given[1:]
+    module.to(torch.from_numpy(next(iter(weights.values()))).dtype)
+    buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
+    interop.from_numpy(buffers | weights, module)
+    is_trained = task.trainer.trainable or (lambda name: True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and is_trained(ours[name]))
+    optimizer, found = make_optimizer(module.parameters()), []
+    trainer = torchref.Trainer(loss_fn, optimizer, module, max_grad_norm=task.trainer.max_grad_norm)
+    for batch in task.batches:
+        trainer.step(jax.tree.map(torch.from_numpy, batch))
+        found.append(interop.to_numpy(module))
+    right = [to_numpy(like(task.params, {name: one[PARAMS + name] for name in ours.values()})) for one in expected]
     return _compare(TORCH, 1, found, right, atol)
 
 
@@ -239,7 +241,7 @@ def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(function, mesh=data_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
+def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
     trainer, clip = task.trainer, optax.identity()
     first, frozen = split(task.params, trainer.trainable)
@@ -261,7 +263,7 @@ def _on_one_device(task: _Task) -> list[dict[str, np.ndarray]]:
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
         found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
         after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][f"{_PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
+    if all(np.array_equal(leaf, after[-1][f"{PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 
@@ -272,42 +274,8 @@ def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> lis
         state, metrics = trainer.step(state, batch)
         found = dict(to_host(trainer, state))
         found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
-        unlike = [name.removeprefix(_PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
+        unlike = [name.removeprefix(PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
         after.append(found | {f"copies of {name}": np.array(0) for name in unlike})
-    return after
-
-
-def _in_torch(
-    module: Any, loss_fn: Callable[..., Any], make_optimizer: Callable[..., Any], weights: Any,
-    batches: Sequence[Any], frozen: Collection[str], max_grad_norm: float | None,
-) -> list[dict[str, np.ndarray]]:  # fmt: skip
-    import copy
-
-    import torch
-
-    from torchref.clipping import clip_to_norm_, global_norm
-    from torchref.interop import from_numpy, to_numpy
-    from torchref.loss import as_part
-
-    dtype = torch.from_numpy(next(iter(weights.values()))).dtype
-    module = copy.deepcopy(module).to(dtype)
-    buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}
-    module = from_numpy(buffers | weights, module)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
-    optimizer, after = make_optimizer(module.parameters()), []
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for batch in batches:
-        optimizer.zero_grad()
-        total, weight = as_part(loss_fn(module, jax.tree.map(torch.from_numpy, batch)))
-        (total if weight is None else total / weight).backward()
-        for parameter in trained:  # jaxddp's gradient of an unused one is 0
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if max_grad_norm is not None:  # torch's own clipping adds 1e-6 to the norm
-            grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-            clip_to_norm_(grads, global_norm(grads), max_grad_norm)
-        optimizer.step()
-        after.append(to_numpy(module))
     return after
 
 
@@ -317,12 +285,12 @@ def _compare(
     parted: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf.removeprefix(_PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
+        differences = {leaf.removeprefix(PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
         differences |= {leaf: np.inf for leaf in found if leaf.startswith("copies of ")}
         largest = float(np.max([largest, *differences.values()]))  # NaN stays
         far = [leaf for leaf, difference in differences.items() if not difference <= atol]
         if far and parted[0] is None:
             parted = step, far[0]
-    ended = {leaf.removeprefix(_PARAMS): trained[-1][leaf] for leaf in expected[-1]}
+    ended = {leaf.removeprefix(PARAMS): trained[-1][leaf] for leaf in expected[-1]}
     kept = {leaf: array for leaf, array in ended.items() if not leaf.startswith(("opt_state", "metrics."))}
     return Result(name, num_ranks, largest, *parted, params=kept)

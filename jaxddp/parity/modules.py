@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arguments import check_function, check_kind
-from .step_parity import cast, difference
-from .table import table
-from .tree import is_floating
+from ..arguments import check_function
+from ..table import table
+from ..tree import is_floating
+from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
 _ROUNDED = 1e3  # units in the last place, of the user's dtype
@@ -42,8 +42,8 @@ class Compared(NamedTuple):
     kind: str  # its class
     is_backward: bool  # whether it is the gradient
     in_float64: float  # largest difference of an element, relative to the largest element; infinite for other shapes
-    in_dtype: float  # the same in the user's dtype
-    is_apart: bool  # whether it is more than rounding in either
+    in_dtype: float
+    is_apart: bool  # by more than rounding in either
 
     def __str__(self) -> str:
         where = "gradient of the output" if self.is_backward else "output"
@@ -70,13 +70,14 @@ class Comparison:
              f"{one.in_float64:.1e}", f"{one.in_dtype:.1e}", "APART" if one.is_apart else "ok")
             for one in self.compared
         ]  # fmt: skip
+        heads = ("module", "class", "pass", "float64", self.dtype, "check")
         lines = [
-            table(("module", "class", "pass", "float64", self.dtype, "check"), rows, left=("class", "pass", "check"))
+            table(heads, rows, left=("class", "pass", "check")),
+            f"first apart: {self.first}" if self.first else "",
+            f"only in PyTorch: {', '.join(self.only_in_torch)}" if self.only_in_torch else "",
+            f"only in JAX: {', '.join(self.only_in_jax)}" if self.only_in_jax else "",
         ]
-        lines += [f"first apart: {self.first}"] * (self.first is not None)
-        for framework, names in (("PyTorch", self.only_in_torch), ("JAX", self.only_in_jax)):
-            lines += [f"only in {framework}: {', '.join(names)}"] * bool(names)
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
 
 def mark(name: str, value: jax.Array) -> jax.Array:
@@ -91,92 +92,81 @@ def first_difference(
     module: Any,
     torch_loss: Callable[[Any, Any], Any],
     *,
-    names: Mapping[str, str] | None = None,
     dtype: Any = jnp.float32,
 ) -> Comparison:
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
 
     Args:
-        loss_fn: ``(params, batch)`` to a scalar. It runs outside of ``jit``; what is marked must not lie within
-            ``jax.checkpoint``.
+        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``; marks must not lie within ``jax.checkpoint``.
         params: A tree of arrays.
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
         torch_loss: ``(module, batch)`` to a scalar.
-        names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Raises:
-        ValueError: If an argument is of another kind, or no module has a counterpart.
+    Raises a ValueError if no module has a counterpart.
     """
     check_function("loss_fn", loss_fn)
     check_function("torch_loss", torch_loss)
-    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
     if not is_floating(dtype):
         raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
-
-    def in_jax(name: str) -> str:
-        return _canonical((names or {}).get(name, name))
 
     apart: list[dict[tuple[str, bool], float]] = []
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
-        mine = {key: ours.get((in_jax(key[0]), key[1])) for key in theirs}
-        apart.append({key: _difference(found, theirs[key]) for key, found in mine.items() if found is not None})
+        mine = {key: ours.get((_canonical(key[0]), key[1])) for key in theirs}
+        for key, found in mine.items():
+            if found is not None and found.ndim == 4 and found.shape != theirs[key].shape:
+                mine[key] = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
+        apart.append({key: difference(one, theirs[key], 0.0) for key, one in mine.items() if one is not None})
     exact, rounded = apart
     limit = _ROUNDED * float(jnp.finfo(dtype).eps)
     compared = tuple(
         Compared(key[0], kinds[key[0]], key[1], apart, rounded[key], not (apart <= _EXACT and rounded[key] <= limit))
         for key, apart in exact.items()
     )
-    matched = {in_jax(one.name) for one in compared}
-    only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
+    matched = {_canonical(one.name) for one in compared}
+    only_in_torch = tuple(name for name in kinds if _canonical(name) not in matched)
     only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)
     if not compared:
-        raise ValueError(
-            f"no module has a counterpart: PyTorch has {', '.join(only_in_torch[:5])}, and JAX"
-            f" {', '.join(only_in_jax[:5]) or 'nothing that is a Flax module or marked'}; give names="
-        )
+        torchs, jaxs = ", ".join(only_in_torch[:5]), ", ".join(only_in_jax[:5]) or "nothing that is a module or marked"
+        raise ValueError(f"no module has a counterpart: PyTorch has {torchs}, and JAX {jaxs}")
     return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
 
 
+# By name and whether it is a gradient: outputs in the order of the forward, then gradients by them.
 Values = dict[tuple[str, bool], np.ndarray]
-"""By name and whether it is a gradient: outputs in the order of the forward, then gradients by them."""
 
-
-_Mark = Callable[[str, jax.Array], jax.Array]
-_record: ContextVar[_Mark] = ContextVar("jaxddp_marks", default=lambda name, value: value)
+_record: ContextVar[Callable[[str, jax.Array], jax.Array]] = ContextVar("marks", default=lambda name, value: value)
 
 
 def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Values:
     with jax.enable_x64(dtype == "float64" or jax.config.read("jax_enable_x64")), jax.disable_jit():
         params, batch = jax.tree.map(jnp.asarray, cast((params, batch), dtype))
 
-        def recorded(zeros: Mapping[str, jax.Array] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def recorded(zeros: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             """The loss and what was marked, each with a zero added, by which the loss can be differentiated."""
             values: dict[str, jax.Array] = {}
 
             def record(name: str, value: jax.Array) -> jax.Array:
                 name = _numbered(_canonical(name), values)
-                values[name] = value if zeros is None else value + zeros[name]
+                values[name] = value + zeros.get(name, 0)
                 return values[name]
 
-            token = _record.set(record)
-            try:
+            def call() -> jax.Array:
+                _record.set(record)
                 with _marked_linen(), _marked_nnx():
-                    loss = loss_fn(params, batch)
-            finally:
-                _record.reset(token)
-            return loss, values
+                    return loss_fn(params, batch)
 
-        zeros = jax.tree.map(jnp.zeros_like, recorded(None)[1])
+            return copy_context().run(call), values
+
+        zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
         grads, values = jax.grad(recorded, has_aux=True)(zeros)
         named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
         return {key: np.asarray(one, np.float64) for key, one in named}
 
 
-@contextlib.contextmanager
-def _marked_linen() -> Iterator[None]:
+def _marked_linen() -> contextlib.AbstractContextManager[None]:
     """Marks what Linen modules return, by their paths."""
     import flax.linen as nn
 
@@ -185,8 +175,7 @@ def _marked_linen() -> Iterator[None]:
         is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
         return mark(".".join(context.module.path), result) if is_output else result
 
-    with nn.intercept_methods(interceptor):
-        yield
+    return nn.intercept_methods(interceptor)
 
 
 @contextlib.contextmanager
@@ -248,12 +237,6 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
     return values | grads, kinds
-
-
-def _difference(mine: np.ndarray, right: np.ndarray) -> float:
-    if mine.ndim == 4 and mine.shape != right.shape:
-        mine = mine.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-    return difference(mine, right, least=0.0)
 
 
 def _numbered(name: str, taken: Iterable[str]) -> str:

@@ -1,0 +1,55 @@
+"""Trees of numbers in one dtype, and how far they are apart."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arguments import is_number
+from ..checkpoint.host_state import is_key
+
+
+def wide_enough(dtype: Any) -> AbstractContextManager[Any]:
+    """Lets JAX compute in float64 where that is the dtype."""
+    return jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64)
+
+
+def check_atol(atol: Any) -> None:
+    """Refuses what is no tolerance."""
+    if not is_number(atol) or not atol >= 0:
+        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """A tree with its floating leaves in a dtype, complex ones alike; the leaves as they are if it is None."""
+
+    def leaf_in_dtype(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return leaf
+        array = np.asarray(leaf)
+        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return array
+        return array.astype(jnp.promote_types(dtype, jnp.complex64) if np.iscomplexobj(array) else dtype)
+
+    return jax.tree.map(leaf_in_dtype, tree)
+
+
+def has_unlike_copies(leaf: jax.Array) -> bool:
+    """Whether devices that should hold the same hold other bits."""
+    copies: dict[str, set[bytes]] = {}
+    for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+        copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    return any(len(bits) > 1 for bits in copies.values())
+
+
+def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
+    """The largest of any element, relative to the largest element where that is above ``least``."""
+    if found.shape != right.shape:
+        return np.inf
+    wide = np.complex128 if np.iscomplexobj(right) else np.float64
+    apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
+    return float(apart / (max(least, float(size)) or 1.0))
