@@ -116,7 +116,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
-            compiled = targets.compile_jitted(targets.target(target), jitted, args, kwargs, mesh)
+            compiled = targets.start_compile_jitted(targets.target(target), jitted, args, kwargs, mesh).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:
