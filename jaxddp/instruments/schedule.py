@@ -150,7 +150,7 @@ def read_schedule(compiled: Any) -> Schedule:
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        reader = _Reader(parse_module(compiled))
+        reader = _Reader(parse_module(compiled if isinstance(compiled, str) else compiled.as_text()))
         operations = reader.read(reader.module.entry)
     except HLOError:
         raise
