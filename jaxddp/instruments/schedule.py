@@ -186,7 +186,7 @@ class _Reader:
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
         is_body = opcode in ("while", "call")
         if is_body and any(_kind(one) or one.opcode in ("send", "recv") for one in instruction.within()):
-            trips = self.counter.trips(instruction, "its collectives are")
+            trips = self.counter.trips(instruction)
             body = sum(map(self.read, instruction.called), ())
             return make(body=body, trips=trips, is_loop=opcode == "while")
         if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction)):

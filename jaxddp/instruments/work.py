@@ -7,8 +7,7 @@
     fusion            FLOPs of its instructions; bytes of its inputs and outputs, since intermediates stay on chip
     loop              body and condition, times the trip count
     asynchronous      counted at the start; collectives count nothing
-    cuDNN attention   its products, by the shape of the scores
-    other calls       bytes alone, with a note
+    library calls     as products and convolutions; others, such as cuDNN's attention, bytes alone, with a note
 
 Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
 update what it writes. Arrays that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
@@ -55,8 +54,8 @@ _CALLS_WITHOUT_WORK = frozenset(
     "PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
-_WITH_WORKSPACE = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__cudnn$conv")
-_BITCAST = ("bitcast",)
+_PRODUCTS = ("dot", "__cublas$gemm", "__cublas$lt$matmul")  # operations, and library calls by the start of their names
+_CONVOLUTIONS = ("convolution", "__cudnn$conv")
 
 
 class MatmulKind(NamedTuple):
@@ -64,8 +63,7 @@ class MatmulKind(NamedTuple):
 
     dtype: str  # of the factors, in HLO's spelling
     precision: str  # "default", "high" or "highest"
-    shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions and fused attention
-    is_attention: bool = False
+    shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Work:
         )  # fmt: skip
 
     def times(self, count: float) -> Work:
-        """Returns the work of ``count`` repetitions."""
+        """The work of ``count`` repetitions."""
         matmul = {kind: flops * count for kind, flops in self.matmul_flops.items()}
         return Work(matmul, self.vector_flops * count, self.num_bytes * count, self.num_kernels * count)
 
@@ -114,7 +112,7 @@ class WorkCounter:
             branches = map(self.total, instruction.called)
             return max(branches, key=lambda work: (work.flops, work.num_bytes), default=Work())
         if opcode in ("while", "call", "async"):
-            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction, "it is"))
+            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction))
         arithmetic = self.arithmetic(instruction)
         return Work(arithmetic.matmul_flops, arithmetic.vector_flops, _bytes(instruction), 1.0)
 
@@ -125,11 +123,11 @@ class WorkCounter:
             self._totals[key] = sum(map(self.of, computation.values()), Work())
         return self._totals[key]
 
-    def trips(self, caller: Instruction, what: str) -> int:
+    def trips(self, caller: Instruction) -> int:
         """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
         trips = trip_count(caller) if caller.opcode == "while" else 1
         if trips is None:
-            self.note(f"loop {caller.name}: trip count unknown, {what} counted once")
+            self.note(f"loop {caller.name}: trip count unknown, counted once")
         return 1 if trips is None else trips
 
     def arithmetic(self, instruction: Instruction) -> Work:
@@ -137,11 +135,14 @@ class WorkCounter:
         opcode = instruction.opcode
         if opcode in _FREE or opcode in _MOVEMENT:
             return Work()
-        if product := _product(instruction):
-            return product
+        called = _called_name(instruction)
+        if called.startswith(_PRODUCTS):
+            return _matmul(instruction)
+        if called.startswith(_CONVOLUTIONS):
+            return _convolution(instruction)
         if opcode == "custom-call":
-            if (target := instruction.attribute("custom_call_target")) not in _CALLS_WITHOUT_WORK:
-                self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
+            if called not in _CALLS_WITHOUT_WORK:
+                self.note(f"custom call {called}: its FLOPs are unknown, only its bytes are counted")
             return Work()
         if opcode == "fusion":  # only elements that are used are computed
             return sum(
@@ -183,7 +184,7 @@ def _bytes(instruction: Instruction) -> float:
     if opcode in _UPDATES:
         update = instruction.inputs[_UPDATES[opcode]]
         return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
-    if instruction.attribute("custom_call_target").startswith(_WITH_WORKSPACE):
+    if opcode == "custom-call" and _called_name(instruction).startswith(_PRODUCTS + _CONVOLUTIONS):
         written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
     read = {operand.name: _memory_bytes(operand.shape) for operand in instruction.inputs}
     return float(sum(read.values()) + written)
@@ -196,7 +197,7 @@ def _fusion_bytes(fusion: Instruction) -> float:
     total = float(_memory_bytes(fusion.shape))
     root = root_of(called)
     for each in root.inputs if root.opcode == "tuple" else [root]:
-        result = _origin(each, _BITCAST)
+        result = _origin(each, ("bitcast",))
         if _is_in_place(result) and _memory_bytes(result.shape):
             total += result.inputs[_UPDATES[result.opcode]].num_bytes - result.num_bytes
     shares: defaultdict[str, float] = defaultdict(float)
@@ -242,7 +243,7 @@ def _is_in_place(instruction: Instruction) -> bool:
     """Whether an instruction of a fused computation updates part of a fusion operand."""
     if instruction.opcode not in _UPDATES:
         return False
-    changed = _origin(instruction.inputs[0], _BITCAST)
+    changed = _origin(instruction.inputs[0], ("bitcast",))
     return changed.opcode == "parameter" or _is_in_place(changed)
 
 
@@ -253,41 +254,22 @@ def _matmul_kind(instruction: Instruction) -> MatmulKind:
     return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
 
 
-def _product(instruction: Instruction) -> Work | None:
-    """The work of products: an operation, or a library call by the start of its name."""
-    counts = {
-        "dot": _matmul, "__cublas$gemm": _matmul, "__cublas$lt$matmul": _matmul, "__onednn$matmul": _matmul,
-        "convolution": _convolution, "__cudnn$conv": _convolution, "__cudnn$fmha": _attention,
-    }  # fmt: skip
+def _called_name(instruction: Instruction) -> str:
+    """The name of a library call, or of an operation."""
     is_call = instruction.opcode == "custom-call"
-    name = instruction.attribute("custom_call_target") if is_call else instruction.opcode
-    return next((count(instruction) for start, count in counts.items() if name.startswith(start)), None)
+    return instruction.attribute("custom_call_target") if is_call else instruction.opcode
 
 
 def _matmul(product: Instruction) -> Work:
-    """A product; a library call contracts the last dim of the left factor unless it says otherwise."""
     left, num_results = product.inputs[0].arrays[0], product.arrays[0].num_elements
     name = "dims" if product.opcode == "dot" else "dimensions"
-    batch_dims, dims = (product.integers(f"lhs_{which}_{name}") for which in ("batch", "contracting"))
-    if product.opcode != "dot" and not dims:
-        dims = (len(left.dims) - 1,)
-    contracted, batch = (math.prod(left.dims[dim] for dim in each) for each in (dims, batch_dims))
+    batch, contracted = (
+        math.prod(left.dims[dim] for dim in product.integers(f"lhs_{which}_{name}"))
+        for which in ("batch", "contracting")
+    )
     rows = left.num_elements // max(1, batch * contracted)
     shape = (batch, rows, num_results // max(1, batch * rows), contracted)
     return Work({_matmul_kind(product)._replace(shape=shape): 2.0 * num_results * contracted})
-
-
-def _attention(call: Instruction) -> Work | None:
-    """CuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
-    # The scores' shape is printed: batch, heads, queries and keys.
-    if len(scores := call.integers("dimensions")) != 4:
-        return None
-    batch, heads, num_queries, num_keys = scores
-    width = call.inputs[0].arrays[0].num_elements / (batch * heads * num_queries)
-    products = 5 if "Backward" in call.attribute("custom_call_target") else 2
-    visible = 0.5 if "CAUSAL" in call.attributes else 1.0
-    flops = products * visible * 2.0 * batch * heads * num_queries * num_keys * width
-    return Work({_matmul_kind(call)._replace(is_attention=True): flops})
 
 
 def _convolution(convolution: Instruction) -> Work:
