@@ -24,11 +24,12 @@ formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ..arguments import check_integer, check_positive, is_number
 
@@ -171,7 +172,5 @@ def _at_size(rows: Rows, num_bytes: float) -> float:
 
 def _interpolated(points: Rows, at: float) -> float:
     """Interpolates in the logarithms of both; outside of the points, the nearest one's."""
-    if at <= points[0][0] or at >= points[-1][0]:
-        return points[0 if at <= points[0][0] else -1][1]
-    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if pair[0][0] <= at <= pair[1][0])
-    return y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
+    known, values = np.log(points).T
+    return math.exp(np.interp(math.log(at), known, values))

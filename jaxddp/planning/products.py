@@ -21,10 +21,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .chips import Chip
 
@@ -53,9 +54,7 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
         return peak
     name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
     if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
-        table, sizes = _table(name, _COLUMNS[dtype])
-        more = max(1.0, shape[0] / sizes[0][-1])  # a larger batch counts as more rows
-        return 1e12 * _interpolated(table, sizes, (shape[0] / more, shape[1] * more, *shape[2:]))
+        return 1e12 * _by_shape(name, _COLUMNS[dtype], shape)
     if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
         return peak
     return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
@@ -109,20 +108,17 @@ def _measurements() -> dict[str, Any]:
 
 
 @functools.cache
-def _table(name: str, column: int) -> tuple[dict[Shape, float], list[list[float]]]:
-    """Rates by shape, and the measured values of each of the four sizes."""
-    table: dict[Shape, float] = {tuple(row[:4]): row[column] for row in _measurements()["tflops"][name]}
-    return table, [sorted(set(values)) for values in zip(*table, strict=True)]
+def _table(name: str, column: int) -> tuple[Any, list[Any]]:
+    """Logarithms of the rates of all batches x rows x columns x contracted, and of these sizes."""
+    rows = sorted(_measurements()["tflops"][name])
+    sizes = [sorted(set(values)) for values in zip(*(row[:4] for row in rows), strict=True)]
+    return np.log([row[column] for row in rows]).reshape([*map(len, sizes)]), [np.log(known) for known in sizes]
 
 
-def _interpolated(
-    table: dict[Shape, float], sizes: list[list[float]], shape: Sequence[float], corner: tuple[float, ...] = ()
-) -> float:
-    """Interpolates in the logarithms of one size after the other; beyond the table the nearest sizes' rate."""
-    if len(corner) == len(sizes):
-        return table[corner]  # type: ignore[index]
-    known, size = sizes[len(corner)], shape[len(corner)]
-    at = min(max(size, known[0]), known[-1])
-    below, above = max(each for each in known if each <= at), min(each for each in known if each >= at)
-    low, high = (_interpolated(table, sizes, shape, (*corner, each)) for each in (below, above))
-    return low * (high / low) ** (math.log(at / below) / math.log(above / below)) if above > below else low
+def _by_shape(name: str, column: int, shape: Shape) -> float:
+    """Interpolates in the logarithms of all sizes; beyond the table the nearest sizes' rate."""
+    table, sizes = _table(name, column)
+    more = max(1.0, shape[0] / math.exp(sizes[0][-1]))  # a larger batch counts as more rows
+    at = np.log([shape[0] / more, shape[1] * more, *shape[2:]])
+    weights = [[np.interp(one, known, row) for row in np.eye(len(known))] for one, known in zip(at, sizes, strict=True)]
+    return math.exp(np.einsum("brck,b,r,c,k", table, *weights))
