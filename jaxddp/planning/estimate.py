@@ -1,6 +1,6 @@
 """How long a data-parallel step takes, by formulas: computing at a chip's rates, and the communication that it exposes.
 
-    forward     products at the rate of their shapes, or as long as reading and writing them takes; attention; what
+    forward     products at the rate of their shapes, or as long as they take to read and write; attention; what
                 memory-bound kernels move; a gap per kernel
     backward    twice the forward, five attention products for two, and what checkpointing computes again
     optimizer   bytes of AdamW's update: 32 a parameter in one kernel, 132 operation by operation
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
+from ..communication.buckets import DEFAULT_BUCKET_MB, TensorSpec, plan_buckets
 from ..network import Network
 from .chips import Chip
 from .formulas import DATA_PARALLEL
@@ -146,20 +146,14 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
         case "sharded_optimizer":
             updates = [4.0 * elements for elements in run.workload.tensor_elements]
             return seconds("all-reduce", tensors) + seconds("broadcast", updates)
-    buckets = tensors if run.strategy == "overlapped" else _buckets(tensors, run.bucket_mb * MIB)
+    buckets = tensors
+    if run.strategy != "overlapped":
+        dtype = "bfloat16" if run.gradient_bytes == 2 else "float32"
+        specs = [TensorSpec(name, shape, dtype) for name, shape in reversed(run.workload.tensors)]
+        buckets = [bucket.num_bytes for bucket in plan_buckets(specs, run.bucket_mb).buckets]
     kind = "all-reduce" if run.strategy in DATA_PARALLEL else "reduce-scatter"
     hidden_s = backward_s * (1 - 1 / len(buckets))  # once the first bucket is full
     exposed_s = seconds(kind, buckets[-1:]) + max(0.0, seconds(kind, buckets[:-1]) - hidden_s)
     if kind == "reduce-scatter":
         exposed_s += seconds("all-gather", [float(run.element_bytes * run.workload.num_params)])
     return exposed_s
-
-
-def _buckets(tensors: list[int], cap: float) -> list[int]:
-    """Bytes of buckets in the order of the backward; a tensor is not split."""
-    found = [0]
-    for num_bytes in reversed(tensors):
-        if found[-1] and found[-1] + num_bytes > cap:
-            found.append(0)
-        found[-1] += num_bytes
-    return found
