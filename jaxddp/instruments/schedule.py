@@ -31,6 +31,7 @@ COLLECTIVE_KINDS = (
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 PHASES = ("forward", "backward", "optimizer")
+_TRANSFERS = ("send", "recv")
 _MOST_DEVICES = 2**20
 
 
@@ -42,7 +43,6 @@ class Collective:
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
-    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
     pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
     dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
@@ -111,7 +111,7 @@ class Schedule:
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
     def gradient_groups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Sorted ``(kind, bytes, devices of the first group)`` of the same."""
+        """The same, with the devices of the first group."""
         return sorted((c.kind, c.num_bytes, c.group) for c in self.collectives() if c.is_gradients)
 
     def work(self) -> Work:
@@ -177,35 +177,31 @@ class _Reader:
 
     def read(self, computation: Computation) -> tuple[Operation, ...]:
         """The operations of a computation in schedule order."""
-        collectives = {name: self._collective(inner) for name, inner in computation.items()}
+        collectives = {name: found for name, inner in computation.items() if (found := self._collective(inner))}
         phases = self._phases(computation, collectives)
-        return tuple(self._operation(inner, phases[name], collectives[name]) for name, inner in computation.items())
+        return tuple(self._operation(inner, phases[name], collectives) for name, inner in computation.items())
 
-    def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
+    def _operation(self, instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        is_body = opcode in ("while", "call")
-        if is_body and any(_kind(one) or one.opcode in ("send", "recv") for one in instruction.within()):
-            trips = self.counter.trips(instruction)
+        if opcode in ("while", "call") and any(_kind(one) or one.opcode in _TRANSFERS for one in instruction.within()):
             body = sum(map(self.read, instruction.called), ())
-            return make(body=body, trips=trips, is_loop=opcode == "while")
-        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction)):
-            return make(waits_for=start)
-        is_waited_for = collective is not None and not opcode.endswith("-start")
-        return make(work=self.counter.of(instruction), starts=collective, waits_for=name if is_waited_for else "")
-
-    def _started_by(self, done: Instruction) -> str:
-        """Name of the collective's start that a done waits for; empty if it waits for something else."""
-        start = done
-        while start.operands and start.opcode.endswith(("-done", "-update")):
-            start = start.inputs[0]
-        return start.name if self._collective(start) else ""
+            return make(body=body, trips=self.counter.trips(instruction), is_loop=opcode == "while")
+        if opcode.endswith("-done"):
+            start = instruction
+            while start.operands and start.opcode.endswith(("-done", "-update")):
+                start = start.inputs[0]
+            if start.name in collectives:
+                return make(waits_for=start.name)
+        is_waited_for = name in collectives and not opcode.endswith("-start")
+        work, starts = self.counter.of(instruction), collectives.get(name)
+        return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
-        if instruction.opcode in ("send", "recv"):
+        if instruction.opcode in _TRANSFERS:
             self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
             return None
         found = [inner for inner in instruction.within() if _kind(inner)]
@@ -216,13 +212,9 @@ class _Reader:
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
         inner = found[0]
         origins = [inner, *(_origins(instruction) or _readers(instruction))]
-        # On TPUs the emitter of a fusion that wraps the collective.
-        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
-        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
         return Collective(
             _kind(inner), _full_bytes(inner), self._group(inner),
             is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
-            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",
@@ -234,11 +226,8 @@ class _Reader:
         """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
         printed = collective.attributes.partition("replica_groups=")[2]
         if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-            sizes, chosen = (
-                [*map(int, axes.values())],
-                [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])],
-            )
+            axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+            sizes, chosen = [*axes.values()], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
             order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
             count = math.prod(sizes[dim] for dim in chosen)
         elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
@@ -256,10 +245,10 @@ class _Reader:
             raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
         return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
-    def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
+    def _phases(self, computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
-        scopes |= {name: phase for name, c in collectives.items() if c and (phase := phase_of_name(c.op_name))}
-        gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
+        scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
+        gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
         for name, inner in reversed(computation.items()):
             if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
