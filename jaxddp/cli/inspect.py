@@ -56,8 +56,8 @@ def add_parser(commands: Any) -> None:
         "hosts if there are several, else to the others of its own (default: what was measured of the chip, or its "
         "published links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        "folder of python -m benchmarks collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: "
-        "what was measured of the chip, or two numbers)")  # fmt: skip
+        "folder of python -m benchmarks collectives, or a JSON file (default: what was measured of the chip, or two "
+        "numbers)")  # fmt: skip
     add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
         "with what was measured, where it was)")  # fmt: skip
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
