@@ -67,7 +67,6 @@ def add_parser(commands: Any) -> None:
         "(default: f32)", choices=("f32", "bf16"))  # fmt: skip
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
-    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--json", action="store_true", help="print one JSON object instead of the table; a picture only with --out")
     add("--out", metavar="DIR", help="folder for timeline.png (default: a new one under runs/)")
     parser.set_defaults(run=run)
@@ -85,8 +84,6 @@ def run(arguments: argparse.Namespace) -> None:
         of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
         _check_left_out(arguments, "trace", "is what ran", *of_compiling)
         return show_trace(arguments)
-    if arguments.write_network is not None:
-        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     folder = _folder(arguments)
     inspections = _inspected(arguments)
     if folder is not None:
