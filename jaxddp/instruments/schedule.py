@@ -1,8 +1,7 @@
 """Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
-A scheduled program lists its operations in the order in which they are issued. A collective is issued by a start and
-waited for by a done, or both at once if it is synchronous; it is in flight during the backward if backward arithmetic
-stands between them. Each operation belongs to a phase:
+Operations stand in the order in which they are issued. A collective is issued by a start and waited for by a done, or
+both at once if it is synchronous; it is in flight during the backward if backward arithmetic stands between them.
 
     optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
     backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction

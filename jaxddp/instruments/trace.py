@@ -5,10 +5,8 @@
 
 Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
 one may hold others: then only the time outside of those is its own. A device communicates while one of its collectives
-runs, computes while anything else does, and what it communicates without computing is exposed.
-
-Sizes of collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with
-``record_shapes=True``. Their time includes the wait for the last rank: the shortest is what the network took.
+runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of collectives are
+in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
 """
 
 from __future__ import annotations

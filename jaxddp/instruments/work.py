@@ -9,12 +9,10 @@
     asynchronous      counted at the start; collectives count nothing
     library calls     as products and convolutions; others, such as cuDNN's attention, bytes alone, with a note
 
-Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes. Arrays that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
-
-TPU programs print a matrix product as a convolution, whose batch dims are window dims, padded or dilated so that only
-pairs of the same batch meet. They print no trip counts: these are derived from a counter with constant start, step and
-end, as ``lax.scan`` and ``fori_loop`` make it.
+An array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
+update what it writes; what a TPU keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a
+product as a convolution, whose batch dims are window dims, padded or dilated so that only pairs of one batch meet.
+They print no trip counts: these follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
 """
 
 from __future__ import annotations

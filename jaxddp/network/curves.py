@@ -11,9 +11,9 @@ then between them, with H, S/n and the host link's W. What is sent from rank to 
 and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
 A measured network (``tables.py``) has times within a host by kind, ranks and bytes, interpolated in the logarithms of
-sizes and of ranks; beyond the table the nearest row's rate is taken, and ``assumed`` says so. What was not measured
-follows from the two numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and
-the latency L between hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
+sizes and of ranks; beyond the table the nearest row's rate is taken. What was not measured follows from the two
+numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and the latency L between
+hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L

@@ -3,8 +3,8 @@
 Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the commands check what a user gives.
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
-dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
-includes the float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3 also p.
+dtype, and K of optimizer state, with a float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3
+also p.
 
 Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
 everything counts 1, an all-reduce 2:
@@ -15,9 +15,9 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent over one stream, in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i
-to compute and m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the
-step waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i to compute and
+m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step waits for
+T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)

@@ -8,8 +8,6 @@
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
 
-A chip has these rates after ``as_measured``; until then its peaks.
-
 References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
     stas00/ml-engineering, compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm.

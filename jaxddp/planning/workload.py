@@ -1,7 +1,7 @@
 """Counts of a model: parameters, FLOPs, elements that tensor parallelism reduces, elements kept for the backward.
 
-All counts are for a forward pass and in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the
-backward takes two such products, for the gradients of the input and of the weight.
+All counts are of a forward, in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the backward has
+two such products, for the gradients of the input and of the weight.
 
 The feed-forward model has L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
 ``(f(x W1) * x W2) W3`` (k = 3). Tensor parallelism splits F, so each rank ends with its part of the sum over F: one
@@ -12,13 +12,12 @@ The transformer by default is that of ``jaxddp.models``: attention adds four D x
 with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
 inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
 the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 and 9.44 GB at 16 and 64
-sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
+logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 GB at 16 sequences per
+device; the compiled step has 2.49 GB of temporaries.
 
 Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
 in the backward: 5 products there. Checkpointing (Korthikanti et al., MLSys 2023) computes activations again:
 
-    none        nothing                                       keeps all of the above
     selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
     full        the whole block                               keeps the block's input
 
