@@ -104,7 +104,7 @@ BAD_INPUT = {
     "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
     "--latency-us -1": "latency_us (=-1.0) must be a finite number of microseconds, 0 or more",
     "--batch-per-device 0": "batch_per_device (=0) must be a positive integer",
-    "--strategy fast": "unknown strategy 'fast': one of auto, naive, ",
+    "--strategy fast": "unknown strategy 'fast': one of naive, ",
     "--model toy": "unknown model 'toy': one of tiny, ",
     "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with one of bucketed, zero1, zero2, not 'flat'",
     "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",

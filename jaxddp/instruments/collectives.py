@@ -168,16 +168,13 @@ def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | Abstr
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
             return sharding.mesh
     traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
-    traced = getattr(traced, "traced", traced)  # of nnx.jit
-    return next(_meshes_within(traced.jaxpr.jaxpr), None)
-
-
-def _meshes_within(jaxpr: Any) -> Iterator[Mesh | AbstractMesh]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            yield equation.params["mesh"]
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _meshes_within(inner)
+    jaxprs = [getattr(traced, "traced", traced).jaxpr.jaxpr]  # nnx.jit has it inside
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "shard_map":
+                return equation.params["mesh"]
+            jaxprs += core.jaxprs_in_params(equation.params)
+    return None
 
 
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:

@@ -6,6 +6,7 @@ A gap in compute is a wait for communication. All steps share one time axis.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,7 @@ _LANES = {"compute": 1, "communication": 2}
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
     """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG."""
-    longest_ms = max((simulation.step_s for simulation in simulations.values()), default=0.0) * 1e3
-    if not longest_ms > 0:
+    if not (longest_ms := max((one.step_s for one in simulations.values()), default=0.0) * 1e3):
         raise ValueError(f"simulations (of {', '.join(simulations) or 'nothing'}) must hold something that takes time")
 
     from matplotlib import rc_context
@@ -42,8 +42,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
         rows = figure.subplots(len(simulations), sharex=True, squeeze=False)[:, 0]
         for axes, (label, simulation) in zip(rows, simulations.items(), strict=True):
             _draw_row(axes, label, simulation, digits=max(0, 2 - math.floor(math.log10(longest_ms))))
-        rows[-1].set_xlim(0, longest_ms)
-        rows[-1].set_xlabel("time in the step (ms)")
+        rows[-1].set(xlim=(0, longest_ms), xlabel="time in the step (ms)")
         handles = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in rows)
         found = {label: handle for of_row in handles for handle, label in of_row}
         legend = sorted(found, key=[*_COLORS, *found].index)
@@ -80,13 +79,12 @@ def _draw_row(axes: Any, label: str, simulation: Simulation, digits: int) -> Non
 
 def _merged(spans: list[Span]) -> dict[str, list[tuple[float, float]]]:
     """Start and duration in ms by kind; compute without a gap is one piece, each collective its own."""
-    merged: dict[str, list[tuple[float, float]]] = {}
+    merged: dict[str, list[tuple[float, float]]] = defaultdict(list)
     last = ""
     for span in spans:
-        pieces = merged.setdefault(span.kind, [])
         start, end = span.start_s * 1e3, span.end_s * 1e3
-        if span.lane == "compute" and span.kind == last and sum(pieces[-1]) >= start * (1 - 1e-12):
-            start = pieces.pop()[0]
-        pieces.append((start, end - start))
+        if span.lane == "compute" and span.kind == last and sum(merged[last][-1]) >= start * (1 - 1e-12):
+            start = merged[last].pop()[0]
+        merged[span.kind].append((start, end - start))
         last = span.kind
     return merged

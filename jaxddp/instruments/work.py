@@ -98,7 +98,6 @@ class WorkCounter:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._totals: dict[int, Work] = {}
 
     def of(self, instruction: Instruction) -> Work:
         """Counts one instruction with everything that it contains; collectives count as no work."""
@@ -116,10 +115,7 @@ class WorkCounter:
 
     def total(self, computation: Computation) -> Work:
         """Counts a computation."""
-        key = id(computation)
-        if key not in self._totals:
-            self._totals[key] = sum(map(self.of, computation.values()), Work())
-        return self._totals[key]
+        return sum(map(self.of, computation.values()), Work())
 
     def trips(self, caller: Instruction) -> int:
         """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
@@ -353,8 +349,7 @@ def _place_in_state(instruction: Instruction) -> int | None:
 
 def _constant(instruction: Instruction) -> int | None:
     origin = _origin(instruction)
-    is_integer = origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.literal)
-    return int(origin.literal) if is_integer else None
+    return int(origin.literal) if origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.literal) else None
 
 
 def _origin(instruction: Instruction, through: tuple[str, ...] = ("copy", "bitcast")) -> Instruction:
