@@ -43,28 +43,22 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help="a named size (default: seed_xl)")
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
-        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
-        "model_state")  # fmt: skip
+        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's options")  # fmt: skip
     add("--strategy", default="bucketed", metavar="NAME", help="such as bucketed or zero2, a wrong name lists all; "
         "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
-    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
-        "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
+    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: the strategy's)")
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are "
-        "h100, h200, a100, b200 and v5p; plan alone knows gb200, gb300, v6e and v7x (default: h100:8)")  # fmt: skip
+        "h100, h200, a100, b200 and v5p (default: h100:8)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
-        "hosts if there are several, else to the others of its own (default: what was measured of the chip, or its "
-        "published links)")  # fmt: skip
+        "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        "folder of python -m benchmarks collectives, or a JSON file (default: what was measured of the chip, or two "
-        "numbers)")  # fmt: skip
-    add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
-        "with what was measured, where it was)")  # fmt: skip
+        "folder of python -m benchmarks collectives, or a JSON file (default: as measured of the chip)")  # fmt: skip
+    add("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
-    add("--dtype", metavar="NAME", help="f32, whose products JAX computes in TF32 on GPUs and in bfloat16 on TPUs; or "
-        "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
-        "(default: f32)", choices=("f32", "bf16"))  # fmt: skip
+    add("--dtype", metavar="NAME", choices=("f32", "bf16"), help="f32, whose products are in TF32 on GPUs and in "
+        "bfloat16 on TPUs; or bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of the table; a picture only with --out")
