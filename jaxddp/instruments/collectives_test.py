@@ -165,7 +165,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
     found = collectives(text)
     assert (found.pairs, found.num_devices) == ([("all-gather", 256)], 2)
     (note,) = found.notes
-    assert note in str(found) and note.startswith("of-tomorrow y: an unknown operation")
+    assert note in str(found) and note.startswith("of-tomorrow: its FLOPs are unknown")
 
 
 @pytest.mark.parametrize(

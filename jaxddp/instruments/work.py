@@ -31,9 +31,10 @@ _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
     "add-dependency".split()
 )
-_MOVEMENT = frozenset(
+_WITHOUT_FLOPS = frozenset(  # what moves data, and custom calls
     "copy transpose reshape broadcast concatenate slice dynamic-slice dynamic-update-slice gather pad reverse "
-    "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota".split()
+    "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota Sharding SPMDFullToShardShape "
+    "SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _ELEMENTWISE = frozenset(
     "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex cos cosh cosine count-leading-zeros "
@@ -46,11 +47,7 @@ _WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
-_UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
-_CALLS_WITHOUT_WORK = frozenset(
-    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound "
-    "PrepareAsyncCallStart PrepareAsyncCallDone".split()
-)
+_ASYNCHRONOUS = ("-start", "-done", "-update")
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
 _PRODUCTS = ("dot", "__cublas$gemm", "__cublas$lt$matmul")  # operations, and library calls by the start of their names
 _CONVOLUTIONS = ("convolution", "__cudnn$conv")
@@ -127,34 +124,27 @@ class WorkCounter:
     def arithmetic(self, instruction: Instruction) -> Work:
         """Counts the FLOPs of one instruction, without its bytes."""
         opcode = instruction.opcode
-        if opcode in _FREE or opcode in _MOVEMENT:
-            return Work()
         called = _called_name(instruction)
+        if called in _FREE or called in _WITHOUT_FLOPS:
+            return Work()
         if called.startswith(_PRODUCTS):
             return _matmul(instruction)
         if called.startswith(_CONVOLUTIONS):
             return _convolution(instruction)
-        if opcode == "custom-call":
-            if called not in _CALLS_WITHOUT_WORK:
-                self.note(f"custom call {called}: its FLOPs are unknown, only its bytes are counted")
-            return Work()
         if opcode == "fusion":  # only elements that are used are computed
             return sum(
                 (self.arithmetic(called[name]).times(share)
                  for called in instruction.called for name, share in _used_shares(called).items()), Work()
             )  # fmt: skip
-        if opcode in _UNCOUNTED:
-            self.note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
-            return Work()
-        counted = instruction.arrays
         if opcode == "scatter":
             counted = instruction.inputs[-1].arrays[:1]
         elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
             counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
-        elif opcode not in _ELEMENTWISE and not opcode.endswith(("-start", "-done", "-update")):
-            if not _COMMUNICATION.match(opcode):
-                self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
-                return Work()
+        elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
+            counted = instruction.arrays
+        else:
+            self.note(f"{called}: its FLOPs are unknown, only its bytes are counted")
+            return Work()
         return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
     def note(self, text: str) -> None:

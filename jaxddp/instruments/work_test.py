@@ -167,8 +167,8 @@ def test_memory_on_the_chip_of_a_tpu():
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ('f32[8] custom-call(%p0), custom_call_target="mine"', "custom call mine: its FLOPs are unknown"),
-        ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft y: its FLOPs are not counted"),
+        ('f32[8] custom-call(%p0), custom_call_target="mine"', "mine: its FLOPs are unknown"),
+        ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft: its FLOPs are unknown"),
     ],
 )
 def test_what_cannot_be_counted_is_said(line, note):
