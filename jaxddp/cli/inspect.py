@@ -179,8 +179,7 @@ def show(inspections: list[Any], model: str, folder: Path | None) -> None:
         f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
         f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
     ))  # fmt: skip
-    pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
-    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
+    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}."))
     for each in found:
         for note in each["notes"]:
             print(paragraph(f"{each['strategy']}: {note}"))

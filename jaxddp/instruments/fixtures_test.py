@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxddp.instruments.schedule import PHASES, Overlap
+from jaxddp.instruments.schedule import Overlap
 from jaxddp.instruments.testdata import fixture_names, schedule_of
 from jaxddp.models import abstract
 
@@ -102,7 +102,8 @@ def test_loops_count_their_rounds(name):
 def test_phases_share_the_products_of_the_step(name):
     """6 sequences of 16 tokens: the head's 64 x 16, and two blocks of 4 x 16 x 16, 3 x 16 x 32 and attention."""
     operations = schedule_of(name).operations
-    forward, backward, optimizer = (matmul_flops(op for op in operations if op.phase == phase) for phase in PHASES)
+    phases = "forward", "backward", "optimizer"
+    forward, backward, optimizer = (matmul_flops(op for op in operations if op.phase == phase) for phase in phases)
     assert forward == 2 * 6 * 16 * (64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 * 16))
     assert backward == 2 * forward  # each product has two gradients
     assert optimizer == 0

@@ -30,7 +30,6 @@ from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 
 AUTO = "auto"
-LEARNING_RATE = 1e-3
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
@@ -92,7 +91,7 @@ def transformer_training(config: TransformerConfig, num_sequences: int) -> Train
     """Describes the training of the package's transformer with AdamW on so many sequences of its full context."""
     loss_fn, params = abstract(config)
     tokens = jax.ShapeDtypeStruct((num_sequences, config.context), jnp.int32)
-    return Training(loss_fn, optax.adamw(LEARNING_RATE), params, {"tokens": tokens, "targets": tokens})
+    return Training(loss_fn, optax.adamw(1e-3), params, {"tokens": tokens, "targets": tokens})
 
 
 def inspect(

@@ -29,7 +29,6 @@ COLLECTIVE_KINDS = (
     "ragged-all-to-all",
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-PHASES = ("forward", "backward", "optimizer")
 _TRANSFERS = ("send", "recv")
 _MOST_DEVICES = 2**20
 
@@ -68,7 +67,7 @@ class Operation:
     """One instruction of a schedule."""
 
     name: str
-    phase: str = "forward"  # one of PHASES
+    phase: str = "forward"  # or "backward" or "optimizer"
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
     waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none

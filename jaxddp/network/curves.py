@@ -57,7 +57,6 @@ class Network:
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
-    host_latency_us: float = HOST_LATENCY_US  # that a call over several hosts adds to a curve
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -66,9 +65,8 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("devices_per_host", self.devices_per_host)
-        for name in ("latency_us", "host_latency_us"):
-            if not is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} (={value}) must be a finite number of microseconds, 0 or more")
+        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
@@ -107,7 +105,7 @@ class Network:
             return within_s
         hosts, num_ranks = len(group) / local, len(group)
         share = (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
-        return max(within_s, share * num_bytes / self._host_bytes_per_s) + self.host_latency_us * 1e-6
+        return max(within_s, share * num_bytes / self._host_bytes_per_s) + HOST_LATENCY_US * 1e-6
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
@@ -122,7 +120,7 @@ class Network:
             (first, _), *_, (last, _) = curves[local]
             beyond = f"{kind} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
             return "" if first <= num_bytes <= last else beyond
-        speed = f"{self._host_bytes_per_s / GB:g} GB/s and {self.host_latency_us:g} us"
+        speed = f"{self._host_bytes_per_s / GB:g} GB/s and {HOST_LATENCY_US:g} us"
         return f"{kind} between hosts was not measured: {speed} are assumed"
 
     @property
