@@ -24,10 +24,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="compute by formulas whether a step fits a machine and keeps it busy",
-        description="Plan a training step by formulas: whether it fits, on how many devices at least, from which batch "
-        "on it is compute-bound, what it sends, and which buckets are best. Without options it plans xxl, "
-        "126 feed-forward blocks of 16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB "
-        "are 10^9 bytes, MiB 2^20.",
+        description="Plan a training step by formulas. Without options it plans xxl, 126 feed-forward blocks of "
+        "16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB are 10^9 bytes, MiB 2^20.",
         allow_abbrev=False,
     )
     add = parser.add_argument

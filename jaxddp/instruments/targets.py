@@ -168,11 +168,8 @@ def check_installed(target: Target) -> None:
     if target.chip.name not in (*_GPUS, "v5p"):
         known = ", ".join([*_GPUS, "v5p"])
         raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
-    is_gpu = target.platform == "gpu"
-    found = {
-        "the CUDA compiler" if is_gpu else "the TPU compiler": cuda_plugins() if is_gpu else find_spec("libtpu"),
-        "flatbuffers": find_spec("flatbuffers"),
-    }
+    kind, compiler = ("CUDA", cuda_plugins()) if target.platform == "gpu" else ("TPU", find_spec("libtpu"))
+    found = {f"the {kind} compiler": compiler, "flatbuffers": find_spec("flatbuffers")}
     if missing := [name for name, is_here in found.items() if not is_here]:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
@@ -213,9 +210,8 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
         config = _CONFIG.format(name=name, fields=fields)
         return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
-    cores_per_chip = 2
     environment |= {
-        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{cores_per_chip * target.num_devices}",
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
     }

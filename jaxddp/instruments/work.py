@@ -285,13 +285,9 @@ def _convolution(convolution: Instruction) -> Work:
 @functools.lru_cache(maxsize=4096)
 def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_window: int) -> int:
     """Number of pairs of an output position and a window position that meet an element of the input."""
-
-    def field_of(name: str, default: str) -> str:
-        found = re.search(rf"(?:^|\s){name}=(\S+)", window)
-        return found.group(1).split("x")[place] if found else default
-
-    stride, base, dilation = (int(field_of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    low = int(field_of("pad", "0_0").split("_")[0])
+    fields = {name: sizes.split("x")[place] for name, sizes in (part.split("=") for part in window.split())}
+    stride, base, dilation = (int(fields.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(fields.get("pad", "0_0").split("_")[0])
     # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
     # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
     common = math.gcd(stride, base)
@@ -302,8 +298,7 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
         shift = offset * dilation - low
         if shift % common:
             continue
-        first = max(0, -(shift // stride))
-        last = min(size_out - 1, ((size_in - 1) * base - shift) // stride)
+        first, last = max(0, -(shift // stride)), min(size_out - 1, ((size_in - 1) * base - shift) // stride)
         residue = -(shift // common) * pow(stride // common, -1, period) % period
         first += (residue - first) % period
         pairs += max(0, (last - first) // period + 1)
