@@ -87,8 +87,7 @@ def run_of(row: Row) -> Run:
 
 def _chip(gpu: str | None) -> Chip:
     name, rate = next(((name, rate) for part, name, rate in _GPUS if gpu and part in gpu), _UNNAMED_GPU)
-    chip = as_measured(CHIPS[name])
-    return chip if rate is None else replace(chip, memory_bytes_per_s=rate)
+    return as_measured(replace(CHIPS[name], memory_bytes_per_s=rate or CHIPS[name].memory_bytes_per_s))
 
 
 def _network(row: Row, chip: Chip) -> Network:

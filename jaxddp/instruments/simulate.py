@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..network import Network
 from ..planning.chips import Chip
-from ..planning.products import kernel_s, memory_rate, product_rate
+from ..planning.products import product_rate
 from .schedule import Operation, Schedule
 from .work import MatmulKind, Work
 
@@ -56,7 +56,7 @@ def device_seconds(work: Work, chip: Chip) -> float:
     """Seconds at the chip's rates: for the FLOPs or for the bytes, whichever is longer, and for launches."""
     arithmetic = sum(flops / matmul_flops_per_s(kind, chip) for kind, flops in work.matmul_flops.items())
     vector = work.vector_flops / chip.flops_per_s["float32"] if "float32" in chip.flops_per_s else 0.0
-    return max(arithmetic + vector, work.num_bytes / memory_rate(chip)) + work.num_kernels * kernel_s(chip)
+    return max(arithmetic + vector, work.num_bytes / chip.memory_bytes_per_s) + work.num_kernels * chip.kernel_s
 
 
 def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:

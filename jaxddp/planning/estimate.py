@@ -26,7 +26,7 @@ from ..communication.buckets import DEFAULT_BUCKET_MB, TensorSpec, plan_buckets
 from ..network import Network
 from .chips import Chip
 from .formulas import DATA_PARALLEL
-from .products import attention_rate, kernel_s, memory_rate, product_rate
+from .products import attention_rate, product_rate
 from .workload import Workload
 
 _HOST_LAUNCH_S = 5e-6
@@ -70,7 +70,7 @@ class Run:
 
 def estimate(run: Run) -> StepTime:
     """Estimates one step."""
-    work, again, bytes_per_s = run.workload, run.workload.recomputed, memory_rate(run.chip)
+    work, again, bytes_per_s = run.workload, run.workload.recomputed, run.chip.memory_bytes_per_s
     # What memory-bound kernels of a forward move, with the loss in float32.
     elements = work.moved_per_token if run.is_compiled else work.moved_unfused_per_token
     vocab = work.products[-1][2] if work.attention else 0
@@ -103,7 +103,7 @@ def product_seconds(run: Run) -> float:
 def _product_s(run: Run, rows: int, columns: int, contracted: int) -> float:
     flops_s = 2 * rows * columns * contracted / product_rate(run.chip, run.products, (1, rows, columns, contracted))
     elements = rows * contracted + contracted * columns + rows * columns
-    return max(flops_s, elements * run.element_bytes / memory_rate(run.chip))
+    return max(flops_s, elements * run.element_bytes / run.chip.memory_bytes_per_s)
 
 
 def _attention_seconds(run: Run, num_products: int) -> float:
@@ -121,7 +121,7 @@ def _launched(run: Run, seconds: float, passes: float) -> float:
     """Adds the gaps of kernels to what they take; if the host launches each, it takes at least as long as that."""
     num_layers = max(1, len(run.workload.unit_tensors) - 2)
     kernels = passes * num_layers * _KERNELS_OF_A_BLOCK[not run.is_compiled]
-    return seconds + kernels * kernel_s(run.chip) if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
+    return seconds + kernels * run.chip.kernel_s if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
 
 
 def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
@@ -140,7 +140,7 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
             in_forward = seconds("all-gather", gathers[1:])
             return first_and_last + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s)
         case "flat":  # packed and unpacked: read and written twice
-            return seconds("all-reduce", [every]) + 4 * every / memory_rate(run.chip)
+            return seconds("all-reduce", [every]) + 4 * every / run.chip.memory_bytes_per_s
         case "naive":
             return seconds("all-reduce", tensors)
         case "sharded_optimizer":

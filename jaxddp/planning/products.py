@@ -36,12 +36,15 @@ _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148, "gb200":
 _MEMORY_SHARE = 0.92
 _ATTENTION_SHARES = {"a100": 0.63}
 _LATER_ATTENTION_SHARE = 0.35
-KERNEL_S = 1e-6
+_KERNEL_S = 1e-6
 
 
 def as_measured(chip: Chip) -> Chip:
     """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks."""
-    return replace(chip, is_measured=chip.name in _measurements()["best"])
+    if chip.name not in _measurements()["best"]:
+        return chip
+    rate = _MEMORY_SHARE * chip.memory_bytes_per_s
+    return replace(chip, is_measured=True, memory_bytes_per_s=rate, kernel_s=_KERNEL_S)
 
 
 def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float:
@@ -56,16 +59,6 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
     if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
         return peak
     return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
-
-
-def memory_rate(chip: Chip) -> float:
-    """Bytes per second that memory-bound kernels move."""
-    return chip.memory_bytes_per_s * (_MEMORY_SHARE if chip.is_measured else 1.0)
-
-
-def kernel_s(chip: Chip) -> float:
-    """Seconds between one kernel and the next."""
-    return KERNEL_S if chip.is_measured else 0.0
 
 
 def attention_rate(chip: Chip, dtype: str) -> float:
@@ -84,7 +77,7 @@ def rates_in_words(chip: Chip) -> str:
     products = " and ".join(f"{', '.join(dtypes)} {how}" for dtypes, how in how if dtypes)
     return (
         f"rates, measured: products in {products} (others at peak, assumed), memory at {_MEMORY_SHARE:.0%} of its peak,"
-        f" {KERNEL_S * 1e6:g} us a kernel"
+        f" {_KERNEL_S * 1e6:g} us a kernel"
     )
 
 
