@@ -190,7 +190,10 @@ def test_a_training_of_ones_own(own, capsys):
         ("own_training", "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make"),
         ("no_such_module:make", "trainer (=no_such_module:make) must name a function of a module that is found here"),
         ("own_training:none", "trainer (=own_training:none) must name a function of a module that is found here"),
-        ("own_training:wrong", "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)"),
+        (
+            "own_training:wrong",
+            "trainer (=own_training:wrong) must be MODULE:FUNCTION, such as my_module:make, which gives",
+        ),
         ("own_training:huge", "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'"),
         ("own_training:make --batch-per-device 4", "batch_per_device (=4) must be left out with --trainer"),
     ],
