@@ -48,15 +48,14 @@ class Attention(NamedTuple):
 
 @dataclass
 class Workload:
-    """Counts of one model; elements are per token of a forward."""
+    """Counts of one model; elements, and ``flops_per_token``, are per token of a forward."""
 
     tensors: Shapes  # names and shapes of the parameters, in forward order
     unit_tensors: tuple[int, ...]  # number of tensors of each unit that zero3 gathers at once
-    flops_per_token: int
     summed_per_token: int  # elements that tensor parallelism all-reduces
     kept_per_token: int  # elements kept for the backward in full on every tensor-parallel rank
     kept_cut_per_token: int  # those that are split over tensor-parallel ranks
-    products: tuple[tuple[int, int, int], ...] = ()  # how many matrices of inputs x outputs a token is multiplied with
+    products: tuple[tuple[int, int, int], ...]  # how many matrices of inputs x outputs a token is multiplied with
     attention: Attention | None = None
     moved_per_token: int = 0  # elements that memory-bound kernels of a fused forward read and write
     moved_unfused_per_token: int = 0
@@ -65,6 +64,8 @@ class Workload:
     def __post_init__(self) -> None:
         self.tensor_elements = [math.prod(shape) for _, shape in self.tensors]  # of each parameter, in forward order
         self.num_params = sum(self.tensor_elements)
+        products_flops = sum(2 * count * rows * columns for count, rows, columns in self.products)
+        self.flops_per_token = products_flops + (self.attention.flops_per_token if self.attention else 0)
         sizes = iter(self.tensor_elements)
         self.unit_params = [sum(itertools.islice(sizes, count)) for count in self.unit_tensors]  # of each unit
 
@@ -75,7 +76,6 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
     return Workload(
         tensors=tuple((f"blocks.{index}.{name}", shape) for index in range(num_blocks) for name, shape in block),
         unit_tensors=(num_matrices,) * num_blocks,
-        flops_per_token=2 * num_matrices * width * hidden * num_blocks,
         summed_per_token=width * num_blocks,
         kept_per_token=width * num_blocks,
         kept_cut_per_token=(hidden if num_matrices == 2 else 3 * hidden) * num_blocks,
@@ -106,11 +106,9 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    for name, given, known in (
-        ("attention", attention, ("full", "flash")), ("checkpointing", checkpointing, _RECOMPUTED),
-    ):  # fmt: skip
-        if given not in known:
-            raise ValueError(f"{name} (={given!r}) must be one of {', '.join(known)}")
+    if attention not in ("full", "flash") or checkpointing not in _RECOMPUTED:
+        names = f"full, flash, and of {', '.join(_RECOMPUTED)}"
+        raise ValueError(f"attention and checkpointing (={attention!r}, {checkpointing!r}) must be one of {names}")
     is_flash = attention == "flash"
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
@@ -122,7 +120,6 @@ def transformer(
     return Workload(
         tensors=(("embedding", (vocab, width)), *blocks, *last),
         unit_tensors=(1, *(len(block),) * num_layers, len(last)),
-        flops_per_token=sum(2 * count * rows * columns for count, rows, columns in products) + scores_flops,
         summed_per_token=mlp.summed_per_token + num_layers * width,
         kept_per_token=num_layers * kept + 2 * width,
         kept_cut_per_token=num_layers * kept_cut + vocab,
