@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -209,7 +209,8 @@ class _Reader:
             named = f"{instruction.opcode} {instruction.name}"
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
         inner = found[0]
-        origins = [inner, *(_origins(instruction) or _readers(instruction))]
+        # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
+        origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
         return Collective(
             _kind(inner), _full_bytes(inner), self._group(inner),
             is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
@@ -273,30 +274,21 @@ class _Reader:
         return max(flops, key=lambda phase: flops[phase])
 
 
-def _origins(instruction: Instruction) -> list[Instruction]:
-    """The instruction, or those with names that it is made of, the backward's first: XLA names no merged collective."""
+def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruction]]) -> list[Instruction]:
+    """The instruction, or those that its names stem from: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()
         if one.op_name:
             found.append(one)
             continue
-        unnamed += [one.computation[name] for name in one.operands if name in one.computation and name not in seen]
-        seen.update(one.operands)
-    return sorted(found, key=lambda one: "transpose(" not in one.op_name)
+        unnamed += (more := [other for other in after(one) if other.name not in seen])
+        seen.update(other.name for other in more)
+    return sorted(found, key=lambda one: "transpose(" not in one.op_name)  # the backward's first
 
 
 def _readers(instruction: Instruction) -> list[Instruction]:
-    """Instructions with names that take its result: what XLA for TPUs sends a round later comes from one without."""
-    found, unnamed = [], {instruction.name}
-    for one in instruction.computation.values():
-        if unnamed.isdisjoint(one.operands):
-            continue
-        if one.op_name:
-            found.append(one)
-        else:
-            unnamed.add(one.name)
-    return found
+    return [one for one in instruction.computation.values() if instruction.name in one.operands]
 
 
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:
