@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
     add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: the strategy's)")
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are "
-        "h100, h200, a100, b200 and v5p (default: h100:8)")  # fmt: skip
+        "h100, h200, a100, b200, v5p; only plan knows gb200, gb300, v6e and v7x (default: h100:8)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
