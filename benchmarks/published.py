@@ -87,8 +87,7 @@ def run_of(row: Row) -> Run:
 
 def _chip(gpu: str | None) -> Chip:
     name, rate = next(((name, rate) for part, name, rate in _GPUS if gpu and part in gpu), _UNNAMED_GPU)
-    chip = as_measured(CHIPS[name])
-    return chip if rate is None else replace(chip, memory_bytes_per_s=rate)
+    return as_measured(replace(CHIPS[name], memory_bytes_per_s=rate or CHIPS[name].memory_bytes_per_s))
 
 
 def _network(row: Row, chip: Chip) -> Network:
@@ -117,7 +116,7 @@ def predict_collectives(say: Say) -> Iterator[dict[str, Any]]:
             yield common | {"check": f"{NOT_RUN}{why}"}
             continue
         kind = table["op"].replace("_", "-")
-        # 1600 Gbit/s a host; its own table in jaxddp/network/measured_collectives.json is not used.
+        # 1600 Gbit/s a host
         network, group = _of_chip(_chip(gpu), table["hosts"], table["gpus_per_host"], 25), range(table["ranks"])
         for num_bytes, us in (row for row in table["rows"] if row[0] >= MIB):
             predicted = network.seconds(kind, num_bytes, group) * 1e6

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pkgutil
 import sys
 from datetime import datetime
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +43,24 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help="a named size (default: seed_xl)")
     add("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
-        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's other options, which may have a "
-        "model_state")  # fmt: skip
+        "params, batch), of which shapes are enough, and if wanted a dict of Trainer's options")  # fmt: skip
     add("--strategy", default="bucketed", metavar="NAME", help="such as bucketed or zero2, a wrong name lists all; "
         "auto: plain jit with replicated parameters (default: %(default)s)")  # fmt: skip
     add("--compare", nargs="+", default=[], metavar="NAME", help="more strategies, for the same table")
-    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: 25 after a first one "
-        "of 1; of bucketed, then up to an eighth of the gradients if that is more)")  # fmt: skip
+    add("--bucket-mb", type=float, metavar="MIB", help="bucket cap in MiB, 2^20 bytes (default: the strategy's)")
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are "
-        "h100, h200, a100, b200 and v5p; plan alone knows gb200, gb300, v6e and v7x (default: h100:8)")  # fmt: skip
+        "h100, h200, a100, b200, v5p; only plan knows gb200, gb300, v6e and v7x (default: h100:8)")  # fmt: skip
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
-        "hosts if there are several, else to the others of its own (default: what was measured of the chip, or its "
-        "published links)")  # fmt: skip
+        "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        "folder of python -m benchmarks collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: "
-        "what was measured of the chip, or two numbers)")  # fmt: skip
-    add("--peaks", action="store_true", help="simulate with published peaks of products, memory and links (default: "
-        "with what was measured, where it was)")  # fmt: skip
+        "folder of python -m benchmarks collectives, or a JSON file (default: as measured of the chip)")  # fmt: skip
+    add("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
-    add("--dtype", metavar="NAME", help="f32, whose products JAX computes in TF32 on GPUs and in bfloat16 on TPUs; or "
-        "bf16: the loss takes bfloat16 copies of the parameters, which stay float32, as do the sums of gradients "
-        "(default: f32)", choices=("f32", "bf16"))  # fmt: skip
+    add("--dtype", metavar="NAME", choices=("f32", "bf16"), help="f32, whose products are in TF32 on GPUs and in "
+        "bfloat16 on TPUs; or bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
-    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--json", action="store_true", help="print one JSON object instead of the table; a picture only with --out")
     add("--out", metavar="DIR", help="folder for timeline.png (default: a new one under runs/)")
     parser.set_defaults(run=run)
@@ -85,8 +78,6 @@ def run(arguments: argparse.Namespace) -> None:
         of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
         _check_left_out(arguments, "trace", "is what ran", *of_compiling)
         return show_trace(arguments)
-    if arguments.write_network is not None:
-        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     folder = _folder(arguments)
     inspections = _inspected(arguments)
     if folder is not None:
@@ -151,22 +142,17 @@ def _check_left_out(arguments: argparse.Namespace, option: str, why: str, *names
 
 
 def training_of(spec: str) -> Any:
-    """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
-    module, _, function = spec.partition(":")
-    if not module or not function:
-        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
+    """Calls what ``--trainer`` names."""
     if str(Path.cwd()) not in sys.path:  # as it is for ``python -m``
         sys.path.insert(0, str(Path.cwd()))
     try:
-        make = getattr(import_module(module), function)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise
+        make = pkgutil.resolve_name(spec)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
-    made = make()
+    made = make() if ":" in spec and callable(make) else None
     if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
-        wanted = "(loss_fn, optimizer, params, batch), and a dict of options if any"
-        raise ValueError(f"trainer (={spec}) must give {wanted}")
+        wanted = "such as my_module:make, which gives (loss_fn, optimizer, params, batch), and a dict of options if any"
+        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, {wanted}")
     return (*made, {})[:5]
 
 
@@ -188,8 +174,7 @@ def show(inspections: list[Any], model: str, folder: Path | None) -> None:
         f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
         f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
     ))  # fmt: skip
-    pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
-    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
+    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}."))
     for each in found:
         for note in each["notes"]:
             print(paragraph(f"{each['strategy']}: {note}"))

@@ -24,50 +24,42 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="compute by formulas whether a step fits a machine and keeps it busy",
-        description="Plan a training step by formulas: whether it fits, on how many devices at least, from which batch "
-        "on it is compute-bound, what it sends, and which buckets are best. Without options it plans xxl, "
-        "126 feed-forward blocks of 16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB "
-        "are 10^9 bytes, MiB 2^20.",
+        description="Plan a training step by formulas. Without options it plans xxl, 126 feed-forward blocks of "
+        "16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB are 10^9 bytes, MiB 2^20.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", default=XXL, metavar="NAME", help="xxl, a named transformer (small, medium, large, xl, seed_xl, "
         "...), or custom (default: %(default)s)")  # fmt: skip
     for shape in (*_FEED_FORWARD, *_TRANSFORMER):
-        which = "transformers only" if shape in _TRANSFORMER else "feed-forward blocks or transformer"
-        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom: {which}"
-            + ("; also of a named transformer" if shape == "context" else ""))  # fmt: skip
+        which = "a transformer" if shape in _TRANSFORMER else "feed-forward blocks or a transformer"
+        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom, {which}")
     add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
         f"h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: {_DEFAULT_TARGET})")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
     add("--stage", type=int, default=3, choices=range(4), help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
         "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
-    add("--tokens", type=int, metavar="N", help="tokens per step, over all devices (default: the smallest "
-        "compute-bound batch)")  # fmt: skip
+    add("--tokens", type=int, metavar="N", help="of a step, over all devices (default: the least compute-bound batch)")
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
-    add("--dtype", default="bfloat16", metavar="NAME", help="dtype of matrix products, of activations and of "
-        "communication (default: %(default)s)")  # fmt: skip
+    add("--dtype", default="bfloat16", metavar="NAME", help="of products, activations and communication (default: "
+        "%(default)s)")  # fmt: skip
     add("--attention", choices=("full", "flash"), help="full: keeps the weights of the whole square; flash: computes "
         "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
     add("--checkpointing", choices=("none", "selective", "full"), help="selective: the backward computes all "
         "but attention and every second product again; full: the whole block (default: none)")  # fmt: skip
     add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
-        "fp32 4 + 4 + 8, mixed 2 + 2 + 12 (at stage 3, which holds no copy of the master, 4 + 2 + 8), or with 4 more "
-        "to accumulate gradients (default: %(default)s)")  # fmt: skip
+        "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or with 4 more to accumulate gradients (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead")
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
     hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
-    hardware("--peaks", action="store_true", help="published peaks of products, memory and links (default: what was "
-             "measured of them, where it was)")  # fmt: skip
+    hardware("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware("--link-gb-per-s", dest="gb_per_s", type=float, metavar="GB", help="10^9 bytes per second that a device "
              "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
-    hardware("--host-link-gb-per-s", dest="host_gb_per_s", type=float, metavar="GB",
-             help="the same to other hosts, on GPUs")  # fmt: skip
-    hardware("--network-file", dest="file", metavar="FILE", help="measured collectives of a host, as for inspect; "
-             "their rate and latency replace --link-gb-per-s and --latency-us")  # fmt: skip
+    hardware("--host-link-gb-per-s", dest="host_gb_per_s", type=float, metavar="GB", help="to other hosts, on GPUs")
+    hardware("--network-file", dest="file", metavar="FILE", help="measured collectives of a host, as for inspect")
     hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     parser.set_defaults(run=run)
 

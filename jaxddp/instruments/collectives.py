@@ -24,7 +24,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..table import table
 from . import targets
-from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -108,6 +107,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     Raises:
         ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
+        OSError: If there is no such file.
     """
     mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
@@ -116,11 +116,14 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
-            compiled = targets.compile_jitted(targets.target(target), jitted, args, kwargs, mesh)
+            compiled = targets.start_compile_jitted(targets.target(target), jitted, args, kwargs, mesh).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
+        compiled = program.compile() if hasattr(program, "compile") else program
+        if isinstance(program, (str, os.PathLike)):
+            is_text = str(program).lstrip().startswith("HloModule")
+            compiled = str(program).lstrip() if is_text else Path(program).read_text()
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
     for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
@@ -129,19 +132,6 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
-
-
-def _text_of(program: Any) -> Any:
-    """A compiled program as it is; the text of a file."""
-    if not isinstance(program, (str, os.PathLike)):
-        return program
-    if str(program).lstrip().startswith("HloModule"):
-        return str(program).lstrip()
-    try:
-        return Path(program).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        text = getattr(error, "strerror", None) or "it is no text"
-        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
 def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any) -> Iterator[Found]:
@@ -178,16 +168,13 @@ def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | Abstr
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
             return sharding.mesh
     traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
-    traced = getattr(traced, "traced", traced)  # of nnx.jit
-    return next(_meshes_within(traced.jaxpr.jaxpr), None)
-
-
-def _meshes_within(jaxpr: Any) -> Iterator[Mesh | AbstractMesh]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            yield equation.params["mesh"]
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _meshes_within(inner)
+    jaxprs = [getattr(traced, "traced", traced).jaxpr.jaxpr]  # nnx.jit has it inside
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "shard_map":
+                return equation.params["mesh"]
+            jaxprs += core.jaxprs_in_params(equation.params)
+    return None
 
 
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:

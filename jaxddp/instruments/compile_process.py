@@ -1,27 +1,24 @@
-"""The process that compiles one program for devices that are not there; started by ``targets.py``.
+"""Compiles one program for devices that are not there; started by ``targets.py``.
 
-Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script
-and imports nothing of this package: JAX starts here with the environment that the parent chose.
-
-    standard input     a pickled ``dict``: the request, as ``targets.py`` makes it
-    standard output    a pickled ``(kind, content)``: ``("compiled", dict)`` or ``("refused", text)``; see ``_watch``
-    argument           number of a pipe's end, which is closed when the parent has ended: then this process ends too
+Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script and
+imports nothing of this package: JAX starts here with the environment that the parent chose. The argument is the
+parent's process id. Standard input is the pickled request, standard output the pickled text and memory of the compiled
+program, or one string: why there is none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pickle
+import signal
 import sys
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 
-def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compiles an exported program; gives ``text`` and ``memory`` of the compiled one."""
+def compile_request(request: dict[str, Any]) -> tuple[str | None, dict[str, int]]:
+    """Compiles an exported program; gives its text, and its ``memory_analysis()`` by name."""
     import jax
     from jax import export
     from jax.experimental import topologies
@@ -44,45 +41,20 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     compiled = jitted.lower(*args).compile()
     memory = compiled.memory_analysis()
-    sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
-    return {"text": compiled.as_text(), "memory": sizes}
-
-
-def _end_with(pipe: int) -> None:
-    os.read(pipe, 1)
-    os._exit(1)
-
-
-def _watch(folder: Path, answer: Any) -> None:
-    """Answers with the scheduled module as soon as the TPU compiler has written it, in a quarter of its time."""
-    while True:
-        time.sleep(0.1)
-        for path in folder.glob("*-TLP-hlo.txt"):
-            text = path.read_text()
-            if "\nENTRY " in text and text.endswith("}\n\n"):  # the last computation, and whole
-                answer("compiled", {"text": text, "memory": {}})
-
-
-def _main() -> None:
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    answer_to, is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
-    os.dup2(2, 1)  # keeps the compilers' output out of the answer
-
-    def answer(kind: str, content: Any) -> None:
-        said = pickle.dumps((kind, content))
-        is_answered.acquire()  # once
-        answer_to.write(said)
-        answer_to.flush()
-        os._exit(0)  # the interpreter's shutdown of the plugins takes a second
-
-    try:
-        request = pickle.load(sys.stdin.buffer)
-        if folder := request["text_folder"]:
-            threading.Thread(target=_watch, args=(Path(folder), answer), daemon=True).start()
-        answer("compiled", compile_request(request))
-    except Exception as error:
-        answer("refused", f"{type(error).__name__}: {error}")
+    return compiled.as_text(), {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
 
 
 if __name__ == "__main__":
-    _main()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives its parent
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent has ended")
+    answer_to = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps the compilers' output out of the answer
+    answer: Any
+    try:
+        answer = compile_request(pickle.load(sys.stdin.buffer))
+    except Exception as error:
+        answer = f"{type(error).__name__}: {error}"
+    pickle.dump(answer, answer_to)
+    answer_to.flush()
+    os._exit(0)  # the interpreter's shutdown of the plugins takes a second

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxddp.instruments.schedule import PHASES, Overlap
+from jaxddp.instruments.schedule import Overlap
 from jaxddp.instruments.testdata import fixture_names, schedule_of
 from jaxddp.models import abstract
 
@@ -42,8 +42,6 @@ def test_collectives(name):
     assert sum(c.is_metrics for c in collectives) == METRICS.get(program, 0)
     assert schedule.num_devices == 8
     assert {c.group for c in collectives} <= {RANKS}
-    kernel = {"cpu": "", "tpu": "", "gpu": "TRITON_ONE_SHOT"}[platform]
-    assert {c.kernel for c in collectives} <= {kernel} | ({"DEFAULT"} if program in ("auto", "collectives") else set())
     if platform != "gpu":
         assert not any(c.is_async for c in collectives if c.kind != "collective-permute")
     elif program in ("auto", "bucketed", "loop"):
@@ -104,7 +102,8 @@ def test_loops_count_their_rounds(name):
 def test_phases_share_the_products_of_the_step(name):
     """6 sequences of 16 tokens: the head's 64 x 16, and two blocks of 4 x 16 x 16, 3 x 16 x 32 and attention."""
     operations = schedule_of(name).operations
-    forward, backward, optimizer = (matmul_flops(op for op in operations if op.phase == phase) for phase in PHASES)
+    phases = "forward", "backward", "optimizer"
+    forward, backward, optimizer = (matmul_flops(op for op in operations if op.phase == phase) for phase in phases)
     assert forward == 2 * 6 * 16 * (64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 * 16))
     assert backward == 2 * forward  # each product has two gradients
     assert optimizer == 0

@@ -1,7 +1,7 @@
-"""Parses the text of a compiled program: computations, instructions, shapes.
+"""Parses the text of a compiled program (``Compiled.as_text()``, ``--xla_dump_to``).
 
-XLA prints a compiled program (``Compiled.as_text()``, ``--xla_dump_to``) as an HLO module: computations, one of them
-the entry, each a list of instructions, which in a scheduled module stand in the order of execution.
+An HLO module is a list of computations, one of them the entry, each a list of instructions, which in a scheduled module
+stand in the order of execution.
 
     %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
 """
@@ -12,10 +12,11 @@ import functools
 import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..communication.buckets import dtype_bytes
 
@@ -33,14 +34,14 @@ _OWN_FOLDER = f"{Path(__file__).parents[1]}/"  # its lines call collectives for 
 
 
 class Array(NamedTuple):
-    """Dtype (in HLO's spelling) and dims of one array of a shape."""
+    """One array of a shape; its dtype in HLO's spelling."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """Number of elements; 1 for a scalar."""
+        """1 for a scalar."""
         return math.prod(self.dims)
 
     @property
@@ -108,7 +109,7 @@ class Instruction:
         return (printed["quoted"] or printed[0]) if printed else ""
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Returns the integers of an attribute such as ``dimensions={0,2}``."""
+        """The integers of an attribute such as ``dimensions={0,2}``."""
         return tuple(int(number) for number in re.findall(r"-?\d+", self.attribute(key)))
 
 
@@ -127,8 +128,6 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the code that made an instruction; empty if not said."""
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.sources.get(int(said[1]), "") if said else ""
 
@@ -137,13 +136,9 @@ class HLOError(ValueError):
     """A text is not a compiled program that can be read."""
 
 
-def parse_module(compiled: Any) -> Module:
-    """Parses a scheduled program, a ``jax.stages.Compiled`` or its text; an HLOError if it is none, or is cut."""
-    return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
-
-
 @functools.lru_cache(maxsize=2)  # the readers of one program, one after the other
-def _parse(text: str) -> Module:
+def parse_module(text: str) -> Module:
+    """Parses a scheduled program; an HLOError if it is none, or is cut."""
     if not text.startswith("HloModule"):
         raise HLOError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
     header, *lines = text.split("\n")  # not splitlines(): names may hold other separators
@@ -175,17 +170,18 @@ def _parse(text: str) -> Module:
 
 def _sources(lines: Sequence[str]) -> dict[int, str]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
-    tables: dict[str, dict[int, str]] = {}
+    tables: dict[str, dict[int, str]] = defaultdict(dict)
+    rows: dict[int, str] = {}
     for line in itertools.takewhile(lambda line: not _HEADER.match(line), lines):
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            rows = tables[line] = {}
-        elif tables and (row := re.match(r'(\d+) [{"](.*)[}"]$', line)):
+        if row := re.match(r'(\d+) [{"](.*)[}"]$', line):
             rows[int(row[1])] = row[2]
+        else:
+            rows = tables[line]
 
     def number(line: str, key: str) -> int:
         return int(line.partition(f"{key}=")[2].partition(" ")[0])
 
-    frames = tables.get("StackFrames", {})
+    frames = tables["StackFrames"]
     places = {name: tables["FileLocations"][number(frame, "file_location_id")] for name, frame in frames.items()}
     files = {name: tables["FileNames"][number(place, "file_name_id")] for name, place in places.items()}
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
@@ -211,12 +207,20 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
 
 
 def parts_of(shape: str) -> tuple[str, ...]:
-    """Splits the printed shape of a tuple into its parts; empty for an array."""
-    return tuple(_split(shape[1:-1])) if shape.startswith("(") else ()
+    """The parts of the printed shape of a tuple; empty for an array."""
+    if not shape.startswith("("):
+        return ()
+    parts, depth, start, inside = [], 0, 0, _COMMENT.sub("", shape[1:-1]) + ","
+    for index, char in enumerate(inside):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(inside[start:index].strip())
+            start = index + 1
+    return tuple(parts)
 
 
 def root_of(computation: Computation) -> Instruction:
-    """Returns the root instruction of a computation."""
+    """The root instruction of a computation."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
@@ -228,24 +232,12 @@ def _parse_instruction(line: str, computation: Computation, computations: dict[s
     opcode = _OPCODE.match(line, end)
     if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
-    literal, operands = line[opcode.end() : closing], []
-    if opcode["opcode"] not in ("parameter", "constant"):
-        # Without percent signs, perhaps with shapes: the name is the last word.
-        operands = re.findall(r"%([\w.\-]+)", literal) or [part.split()[-1] for part in _split(literal) if part]
+    literal = line[opcode.end() : closing]
+    operands = [] if opcode["opcode"] == "constant" else re.findall(r"%([\w.\-]+)", literal)
     return Instruction(
         named["name"], opcode["opcode"], line[start:end], tuple(operands), literal, line[closing + 1 :].lstrip(", "),
         bool(named["root"]), computation, computations,
     )  # fmt: skip
-
-
-def _split(listed: str) -> Iterator[str]:
-    """Splits at commas outside brackets; drops ``/*index=5*/`` comments."""
-    depth, start, listed = 0, 0, _COMMENT.sub("", listed)
-    for index, char in enumerate(listed + ","):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            yield listed[start:index].strip()
-            start = index + 1
 
 
 def _closing(line: str, start: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 
 AUTO = "auto"
-LEARNING_RATE = 1e-3
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
@@ -93,7 +91,7 @@ def transformer_training(config: TransformerConfig, num_sequences: int) -> Train
     """Describes the training of the package's transformer with AdamW on so many sequences of its full context."""
     loss_fn, params = abstract(config)
     tokens = jax.ShapeDtypeStruct((num_sequences, config.context), jnp.int32)
-    return Training(loss_fn, optax.adamw(LEARNING_RATE), params, {"tokens": tokens, "targets": tokens})
+    return Training(loss_fn, optax.adamw(1e-3), params, {"tokens": tokens, "targets": tokens})
 
 
 def inspect(
@@ -129,19 +127,12 @@ def inspect(
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network
     check_kind("network", network, Network, "a jaxddp.Network")
-    shapes = {"params": params, "batch": batch, "model_state": model_state}
-    for name, tree in shapes.items():
+    for name, tree in {"params": params, "batch": batch, "model_state": model_state}.items():
         check_leaves(name, named_leaves(tree))
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(machine.spec), **options)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
-    return _inspect(
-        _trainers(whole, strategies, bucket_mb, options),
-        whole,
-        tuple(map(shapes_of, shapes.values())),
-        machine,
-        network,
-        say,
-    )
+    trainers = _trainers(whole, strategies, bucket_mb, options)
+    return _inspect(trainers, whole, shapes_of((params, batch, model_state)), machine, network, say)
 
 
 def _inspect(
@@ -153,9 +144,8 @@ def _inspect(
     states = {name: one.abstract_state(params, model_state) for name, one in trainers.items()}
     layouts = {name: one.layout(states[name]) for name, one in trainers.items()}
     held = {name: held_bytes(layout) for name, layout in layouts.items()}
-    check_fits = partial(_check_fits, target)
     for one in held.values():  # before anything is compiled
-        check_fits("parameters and optimizer state alone need", one.state)
+        _check_fits(target, "parameters and optimizer state alone need", one.state)
     say(f"compiling {len(trainers) + 1} programs for {target.spec}")
     pending_alone = targets.start_compile_without_communication(whole, state, batch)
     pending = {
@@ -172,7 +162,7 @@ def _inspect(
         program = pending[name].result()
         schedule = read_schedule(program)
         memory = _memory(schedule, held[name], batch, target)
-        check_fits(f"a step of {name} needs", memory["peak"])
+        _check_fits(target, f"a step of {name} needs", memory["peak"])
         simulation = simulate(schedule, target.chip, network)
         is_held = name == AUTO or _is_held(program, states[name], held[name])
         found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, is_held))
@@ -201,8 +191,6 @@ def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options:
         name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
         if given.setdefault(name, one) != one:
             raise ValueError(f"strategies (={name}, twice) must have different names")
-        if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
-            raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
         if name != AUTO:
             cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
             found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)

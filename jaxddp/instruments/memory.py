@@ -36,7 +36,7 @@ def held_bytes(layout: Layout) -> DeviceBytes:
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
     """Reads the memory of a step on each device from ``Trainer.compile``; a ValueError if it is of another state."""
-    entry, stats = parse_module(compiled).entry.values(), compiled.memory_analysis()
+    entry, stats = parse_module(compiled.as_text()).entry.values(), compiled.memory_analysis()
     parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
     given = [num_bytes for _, num_bytes in parameters]
     padding = stats.argument_size_in_bytes - sum(given)

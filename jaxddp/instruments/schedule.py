@@ -1,8 +1,7 @@
 """Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
-A scheduled program lists its operations in the order in which they are issued. A collective is issued by a start and
-waited for by a done, or both at once if it is synchronous; it is in flight during the backward if backward arithmetic
-stands between them. Each operation belongs to a phase:
+Operations stand in the order in which they are issued. A collective is issued by a start and waited for by a done, or
+both at once if it is synchronous; it is in flight during the backward if backward arithmetic stands between them.
 
     optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
     backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ COLLECTIVE_KINDS = (
     "ragged-all-to-all",
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-PHASES = ("forward", "backward", "optimizer")
+_TRANSFERS = ("send", "recv")
 _MOST_DEVICES = 2**20
 
 
@@ -42,7 +41,6 @@ class Collective:
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
-    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
     pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
     dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
@@ -69,7 +67,7 @@ class Operation:
     """One instruction of a schedule."""
 
     name: str
-    phase: str = "forward"  # one of PHASES
+    phase: str = "forward"  # or "backward" or "optimizer"
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
     waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
@@ -112,7 +110,7 @@ class Schedule:
         return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
 
     def gradient_groups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Sorted ``(kind, bytes, devices of the first group)`` of the same."""
+        """The same, with the devices of the first group."""
         return sorted((c.kind, c.num_bytes, c.group) for c in self.collectives() if c.is_gradients)
 
     def work(self) -> Work:
@@ -151,7 +149,7 @@ def read_schedule(compiled: Any) -> Schedule:
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        reader = _Reader(parse_module(compiled))
+        reader = _Reader(parse_module(compiled if isinstance(compiled, str) else compiled.as_text()))
         operations = reader.read(reader.module.entry)
     except HLOError:
         raise
@@ -178,34 +176,31 @@ class _Reader:
 
     def read(self, computation: Computation) -> tuple[Operation, ...]:
         """The operations of a computation in schedule order."""
-        collectives = {name: self._collective(inner) for name, inner in computation.items()}
+        collectives = {name: found for name, inner in computation.items() if (found := self._collective(inner))}
         phases = self._phases(computation, collectives)
-        return tuple(self._operation(inner, phases[name], collectives[name]) for name, inner in computation.items())
+        return tuple(self._operation(inner, phases[name], collectives) for name, inner in computation.items())
 
-    def _operation(self, instruction: Instruction, phase: str, collective: Collective | None) -> Operation:
+    def _operation(self, instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
         name, opcode = instruction.name, instruction.opcode
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
         if opcode in ("while", "call"):
-            trips = self.counter.trips(instruction, "its collectives are")
             body = sum(map(self.read, instruction.called), ())
-            return make(body=body, trips=trips, is_loop=opcode == "while")
-        if collective is None and opcode.endswith("-done") and (start := self._started_by(instruction)):
-            return make(waits_for=start)
-        is_waited_for = collective is not None and not opcode.endswith("-start")
-        return make(work=self.counter.of(instruction), starts=collective, waits_for=name if is_waited_for else "")
-
-    def _started_by(self, done: Instruction) -> str:
-        """Name of the collective's start that a done waits for; empty if it waits for something else."""
-        start = done
-        while start.operands and start.opcode.endswith(("-done", "-update")):
-            start = start.inputs[0]
-        return start.name if self._collective(start) else ""
+            return make(body=body, trips=self.counter.trips(instruction), is_loop=opcode == "while")
+        if opcode.endswith("-done"):
+            start = instruction
+            while start.operands and start.opcode.endswith(("-done", "-update")):
+                start = start.inputs[0]
+            if start.name in collectives:
+                return make(waits_for=start.name)
+        is_waited_for = name in collectives and not opcode.endswith("-start")
+        work, starts = self.counter.of(instruction), collectives.get(name)
+        return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction issues: itself, or the first one inside what it calls."""
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
-        if instruction.opcode in ("send", "recv"):
+        if instruction.opcode in _TRANSFERS:
             self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
             return None
         found = [inner for inner in instruction.within() if _kind(inner)]
@@ -215,14 +210,11 @@ class _Reader:
             named = f"{instruction.opcode} {instruction.name}"
             self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
         inner = found[0]
-        origins = [inner, *(_origins(instruction) or _readers(instruction))]
-        # On TPUs the emitter of a fusion that wraps the collective.
-        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
-        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
+        # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
+        origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
         return Collective(
             _kind(inner), _full_bytes(inner), self._group(inner),
             is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
-            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",
@@ -234,11 +226,8 @@ class _Reader:
         """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
         printed = collective.attributes.partition("replica_groups=")[2]
         if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-            axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-            sizes, chosen = (
-                [*map(int, axes.values())],
-                [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])],
-            )
+            axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+            sizes, chosen = [*axes.values()], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
             order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
             count = math.prod(sizes[dim] for dim in chosen)
         elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
@@ -256,10 +245,10 @@ class _Reader:
             raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
         return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
-    def _phases(self, computation: Computation, collectives: dict[str, Collective | None]) -> dict[str, str]:
+    def _phases(self, computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:
         scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
-        scopes |= {name: phase for name, c in collectives.items() if c and (phase := phase_of_name(c.op_name))}
-        gradients_reduced = {name for name, c in collectives.items() if c and c.kind in REDUCTIONS and c.is_gradients}
+        scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
+        gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
         feeds_backward: set[str] = set()  # or feeds a gradient reduction
         for name, inner in reversed(computation.items()):
             if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
@@ -286,30 +275,21 @@ class _Reader:
         return max(flops, key=lambda phase: flops[phase])
 
 
-def _origins(instruction: Instruction) -> list[Instruction]:
-    """The instruction, or those with names that it is made of, the backward's first: XLA names no merged collective."""
+def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruction]]) -> list[Instruction]:
+    """The instruction, or those that its names stem from: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()
         if one.op_name:
             found.append(one)
             continue
-        unnamed += [one.computation[name] for name in one.operands if name in one.computation and name not in seen]
-        seen.update(one.operands)
-    return sorted(found, key=lambda one: "transpose(" not in one.op_name)
+        unnamed += (more := [other for other in after(one) if other.name not in seen])
+        seen.update(other.name for other in more)
+    return sorted(found, key=lambda one: "transpose(" not in one.op_name)  # the backward's first
 
 
 def _readers(instruction: Instruction) -> list[Instruction]:
-    """Instructions with names that take its result: what XLA for TPUs sends a round later comes from one without."""
-    found, unnamed = [], {instruction.name}
-    for one in instruction.computation.values():
-        if unnamed.isdisjoint(one.operands):
-            continue
-        if one.op_name:
-            found.append(one)
-        else:
-            unnamed.add(one.name)
-    return found
+    return [one for one in instruction.computation.values() if instruction.name in one.operands]
 
 
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:

@@ -164,7 +164,7 @@ def test_a_loop_holds_its_collectives_and_multiplies_its_work(config, trips):
     assert [inner.name for inner in loop.body if inner.starts] == ["r"]
     assert schedule.gradient_collectives() == [("all-reduce", 256)] * trips
     assert schedule.work().vector_flops == 64 * trips
-    unknown = "loop loop: trip count unknown, its collectives are counted once"
+    unknown = "loop loop: trip count unknown, counted once"
     assert (unknown in schedule.notes) == (config == "{}")
 
 

@@ -4,7 +4,6 @@ The plan is compared on a tiny model, which compiles in half the time; how much 
 """
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,10 @@ def steps():
         options = {"bucket_mb": BUCKET_MB[model]} if name == "bucketed" else {}
         strategy = jaxddp.make_strategy(name, **options)
         trainer, *inputs = trainer_and_inputs(spec, model, strategy, num_microbatches=num_microbatches)
-        return trainer.planned(*inputs), read_schedule(trainer.compile(*inputs))
+        program = trainer.compile(*inputs)
+        if spec == GPU and model == TINY:  # else NCCL would sum these few bytes, as on GPUs without NVLinks
+            assert "TRITON_ONE_SHOT" in program.as_text()
+        return trainer.planned(*inputs), read_schedule(program)
 
     return compiled
 
@@ -63,9 +65,6 @@ def test_compiled_is_planned(steps, spec, name):
     assert (len(planned) == 1) == (name == "flat")
     assert schedule.gradient_collectives() == sorted(planned)
     assert schedule.notes == ()
-    # From jax 0.11 on XLA leaves them to NCCL if the target's description has no NVLinks.
-    small = {one.kernel for one in schedule.collectives() if one.num_bytes <= 2**17}
-    assert small == {"TRITON_ONE_SHOT" if spec == GPU else ""}
 
 
 @pytest.mark.parametrize("spec", mostly_full([GPU], [GPU, TPU]))
@@ -124,18 +123,6 @@ def test_sparse_cores_of_tpus_carry_out_large_collectives_while_the_backward_goe
     assert all(c.is_async for c in schedule.collectives() if not c.is_metrics)
     head_bytes = 4 * SIZES[LARGE].vocab * SIZES[LARGE].width  # its gradient comes first
     assert schedule.overlap().bytes_in_flight >= head_bytes
-
-
-@pytest.mark.full
-def test_collectives_need_not_wait_for_a_tpus_code():
-    """What is read off the module that the compiler writes on its way is what the program has in the end."""
-    trainer, *inputs = trainer_and_inputs(TPU, TINY, jaxddp.zero3(min_shard_elements=100))
-    function, args, options = trainer.step_function(*inputs)
-    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-        early = jaxddp.collectives(jax.jit(function, **options), *args, target=TPU)
-    whole = jaxddp.collectives(trainer.compile(*inputs))
-    without_axes = [[replace(one, axes=()) for one in each.found] for each in (early, whole)]
-    assert without_axes[0] == without_axes[1] and len(early.found) > 5
 
 
 @pytest.mark.full

@@ -1,8 +1,7 @@
 """Machines that are not here: meshes that stand for them, and programs compiled for them.
 
 A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
-process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here. The
-child ends when this process does: a pipe that both hold is then closed.
+process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here.
 
 The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
 which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
@@ -14,11 +13,9 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +36,71 @@ from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
 
 TIMEOUT_S = 600.0
-_LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
+
+
+class TargetProgram(NamedTuple):
+    """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
+
+    target: Target
+    text: str
+    memory: Any  # named as in Compiled.memory_analysis()
+
+    def as_text(self) -> str:
+        """The scheduled HLO module."""
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        """Memory on each device."""
+        return self.memory
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses to run: a ValueError."""
+        raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
+
+
+class TargetError(ValueError):
+    """A program could not be compiled for a target, in one line; its cause has the compiler's full output."""
+
+
+Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
+
+
+def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
+    """Builds a target's mesh, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``."""
+    named = target(spec)
+    device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
+    register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
+    sizes = axes_of_ranks(named.num_devices, axis, replicas)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
+    """Gives the target that a mesh was made for; None if it is of real devices, a ValueError if it has neither."""
+    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
+    if isinstance(mesh, Mesh):
+        return None
+    if mesh.abstract_device is None:
+        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+    return target(mesh.abstract_device.device_kind)
+
+
+def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
+    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
+    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
+    function, args, options = trainer.step_function(state, batch)
+    return start_compile_for_target(function, args, **options)
+
+
+def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
+    """Starts to compile the step without communication, of which each rank has the full state under any strategy."""
+    silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
+    model_state = state.model_state if trainer.has_state else None
+    state = silent.abstract_state(trainer.layout(state).whole(), model_state)
+    trace = silent.trace(state, batch)
+    nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (trace.tensors | trace.constants).values()))
+    function, args, options = silent.step_function(state, batch, nothing)
+    return start_compile_for_target(function, args, **options)
 
 
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
@@ -50,31 +111,21 @@ def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], 
     mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
     if (target := target_of(mesh)) is None:
         raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
-    return _start(target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh)
+    return start_compile_jitted(
+        target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh
+    )
 
 
-def compile_jitted(
+def start_compile_jitted(
     target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
-) -> TargetProgram:
-    """Compiles a function that is jitted already, over a mesh of its own, for a target of as many devices.
-
-    On TPUs, whose compiler is not waited for after the module, a program that needs too much memory may pass.
-    """
+) -> Pending:
+    """Starts to compile a jitted function, over a mesh of its own, for a target of as many devices."""
+    check_installed(target)
     if mesh is None:
         raise TargetError(
             f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
             " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-        is_read_early = target.platform == "tpu" and " " not in folder  # at which libtpu's options are divided
-        return _start(target, jitted, args, kwargs, mesh, folder if is_read_early else "").result()
-
-
-def _start(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh,
-    text_folder: str = "",
-) -> Pending:  # fmt: skip
-    check_installed(target)
     if mesh.size != target.num_devices:
         raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
     devices()  # lowering asks for one
@@ -96,7 +147,8 @@ def _start(
     ]
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
-    exported = export.export(of_arrays, platforms=[_LOWERED_FOR[target.platform]], disabled_checks=checks)(*arrays)
+    platform = {"gpu": "cuda"}.get(target.platform, target.platform)
+    exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
     topology, environment = _topology(target)
     request = {
         "disabled_plugins": superseded_plugins(),
@@ -107,11 +159,7 @@ def _start(
         "donate_argnums": donated,
         "compiler_options": dict(params.get("compiler_options_kvs", ())),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
-        "text_folder": text_folder,
     }
-    if text_folder:
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
     return _pending(target, pickle.dumps(request), os.environ | environment)
 
 
@@ -120,11 +168,8 @@ def check_installed(target: Target) -> None:
     if target.chip.name not in (*_GPUS, "v5p"):
         known = ", ".join([*_GPUS, "v5p"])
         raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
-    is_gpu = target.platform == "gpu"
-    found = {
-        "the CUDA compiler" if is_gpu else "the TPU compiler": cuda_plugins() if is_gpu else find_spec("libtpu"),
-        "flatbuffers": find_spec("flatbuffers"),
-    }
+    kind, compiler = ("CUDA", cuda_plugins()) if target.platform == "gpu" else ("TPU", find_spec("libtpu"))
+    found = {f"the {kind} compiler": compiler, "flatbuffers": find_spec("flatbuffers")}
     if missing := [name for name, is_here in found.items() if not is_here]:
         raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
 
@@ -165,28 +210,16 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
         fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
         config = _CONFIG.format(name=name, fields=fields)
         return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
-    cores_per_chip = 2
     environment |= {
-        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{cores_per_chip * target.num_devices}",
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
     }
     return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
 
 
-# Of what libtpu can write while it compiles, the optimized and scheduled module alone.
-_WRITE_TEXT = (
-    "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
-    " --xla_jf_dump_llo_pass_label_regex=nothing"
-)
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
-
-
-@cache
-def _life_line() -> tuple[int, int]:
-    """A pipe on which nothing is sent: its reading end, which children get, is closed when this process has ended."""
-    return os.pipe()
 
 
 def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
@@ -205,86 +238,19 @@ def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> 
 
 
 def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> TargetProgram:
-    spec, (reading_end, _) = repr(target.spec), _life_line()
+    spec = repr(target.spec)
     # -P: the names of this folder's files must not hide other packages.
-    command = [sys.executable, "-P", str(_SCRIPT), str(reading_end)]
+    command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid())]
     try:
-        done = subprocess.run(
-            command, input=request, capture_output=True, timeout=TIMEOUT_S, env=environment, pass_fds=(reading_end,)
-        )
+        done = subprocess.run(command, input=request, capture_output=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
     if done.returncode:
         printed = done.stderr.decode(errors="replace")
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-        raise TargetError(": ".join([ended, *lines[-1:]])) from RuntimeError(printed)
-    kind, content = pickle.loads(done.stdout)
-    if kind == "refused":
-        raise TargetError(f"compiling for {spec} failed: {content.splitlines()[0]}") from RuntimeError(content)
-    return TargetProgram(target, content["text"], SimpleNamespace(**content["memory"]))
-
-
-def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
-    """Builds a target's mesh, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``."""
-    named = target(spec)
-    device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
-    register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
-    sizes = axes_of_ranks(named.num_devices, axis, replicas)
-    types = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-
-
-def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
-    """Gives the target that a mesh was made for; None if it is of real devices, a ValueError if it has neither."""
-    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
-    if isinstance(mesh, Mesh):
-        return None
-    if mesh.abstract_device is None:
-        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
-    return target(mesh.abstract_device.device_kind)
-
-
-class TargetProgram(NamedTuple):
-    """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
-
-    target: Target
-    text: str
-    memory: Any  # named as in Compiled.memory_analysis()
-
-    def as_text(self) -> str:
-        """The scheduled HLO module."""
-        return self.text
-
-    def memory_analysis(self) -> Any:
-        """Memory on each device."""
-        return self.memory
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses to run: a ValueError."""
-        raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
-
-
-class TargetError(ValueError):
-    """A program could not be compiled for a target, in one line; its cause has the compiler's full output."""
-
-
-Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
-
-
-def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
-    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    function, args, options = trainer.step_function(state, batch)
-    return start_compile_for_target(function, args, **options)
-
-
-def start_compile_without_communication(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
-    """Starts to compile the step without communication, of which each rank has the full state under any strategy."""
-    silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
-    model_state = state.model_state if trainer.has_state else None
-    state = silent.abstract_state(trainer.layout(state).whole(), model_state)
-    trace = silent.trace(state, batch)
-    nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (trace.tensors | trace.constants).values()))
-    function, args, options = silent.step_function(state, batch, nothing)
-    return start_compile_for_target(function, args, **options)
+        raise TargetError(": ".join([ended, *printed.strip().splitlines()[-1:]])) from RuntimeError(printed)
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, str):
+        raise TargetError(f"compiling for {spec} failed: {answer.splitlines()[0]}") from RuntimeError(answer)
+    text, memory = answer
+    return TargetProgram(target, text, SimpleNamespace(**memory))

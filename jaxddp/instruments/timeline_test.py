@@ -31,13 +31,3 @@ def test_the_picture_says_what_each_row_is_and_what_it_costs(tmp_path):
     for once in ("forward", "backward", "optimizer", "waiting (exposed)", "all-reduce", "backward ends"):
         assert text.count(once) == 1
     assert "must hold something that takes time" in refusal(draw, {}, tmp_path / "steps.png")
-
-
-def test_every_collective_is_drawn_and_touching_operations_are_one_piece(tmp_path):
-    """Of a thousand operations and forty collectives remain two phases, one wait and forty collectives."""
-    compute = [("forward" if i < 500 else "backward", i / 100, (i + 1) / 100) for i in range(1000)]
-    communication = [("all-reduce", 10 + i / 10, 10 + (i + 1) / 10) for i in range(40)]
-    draw({"naive": make_step(compute, communication, 14)}, tmp_path / "steps.svg")
-    svg = (tmp_path / "steps.svg").read_text()
-    collections = re.findall(r'<g id="(?:Poly|FillBetweenPoly)Collection_\d+">(.*?)\n   </g>', svg, re.DOTALL)
-    assert sorted(len(re.findall(r"<path |<use ", collection)) for collection in collections) == [1, 1, 1, 40]

@@ -1,14 +1,12 @@
 """Reads a profile that somebody took of a run: its collectives and kernels, and how much communication was exposed.
 
-    jax.profiler          *.xplane.pb, or its trace.json.gz
+    jax.profiler          *.xplane.pb
     torch.profiler        trace.json or trace.json.gz of Kineto
 
 Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
 one may hold others: then only the time outside of those is its own. A device communicates while one of its collectives
-runs, computes while anything else does, and what it communicates without computing is exposed.
-
-Sizes of collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with
-``record_shapes=True``. Their time includes the wait for the last rank: the shortest is what the network took.
+runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of collectives are
+in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..network import KINDS
 from .hlo import HLOError
 from .schedule import Operation, read_schedule
 
@@ -49,9 +46,6 @@ _ITEMSIZES = {
     "double": 8, "long": 8, "longint": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "c10::half": 2,
     "c10::bfloat16": 2, "short": 2, "byte": 1, "char": 1, "bool": 1, "unsignedchar": 1, "signedchar": 1,
 }  # fmt: skip
-
-
-_Stats = Mapping[str, Any]  # what a profile of JAX says of an event beside its times
 
 
 class Event(NamedTuple):
@@ -99,11 +93,9 @@ class Trace:
 
     def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
         """Each event with the parts of its time in which no other ran inside of it."""
-        lines: dict[tuple[str, str], list[Event]] = defaultdict(list)
-        for event in self.events:
-            lines[event.device, event.line].append(event)
-        for events in lines.values():
-            yield from _own_parts(sorted(events, key=lambda each: (each.start_us, -each.end_us)))
+        ordered = sorted(self.events, key=lambda event: (event.device, event.line, event.start_us, -event.end_us))
+        for _, events in groupby(ordered, key=lambda event: (event.device, event.line)):
+            yield from _own_parts(events)
 
     def kinds(self) -> dict[str, tuple[int, float]]:
         """Number of events and their own microseconds by kind, the longest first."""
@@ -135,19 +127,6 @@ class Trace:
         keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
         return [Alike(*key, tuple(times[key])) for key in keys]
 
-    def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
-        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
-        sized = [one for one in self.collectives() if one.kind in KINDS and one.num_bytes and (one.num_ranks or 0) > 1]
-        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one.kind, one.num_ranks)):
-            sizes, times = zip(*((one.num_bytes, min(one.times_us)) for one in alike), strict=True)
-            curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
-            if curve[-1][1] > curve[0][1] > 0:
-                found[kind][str(num_ranks)] = curve
-        if not found:
-            raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
-        return found
-
 
 def read_trace(path: str | Path) -> Trace:
     """Reads a profile: a file, or in a folder the newest one, with those of all hosts or ranks beside it."""
@@ -157,7 +136,7 @@ def read_trace(path: str | Path) -> Trace:
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_kineto)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -170,92 +149,104 @@ def read_trace(path: str | Path) -> Trace:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # of JAX, the first has more
+    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # JAX writes the second as well, which is not read
         if found := sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime):
             return sorted(file for file in found if file.parent == found[-1].parent)
     raise ValueError(f"profile (={str(path)}) must be a profile or hold one: *.xplane.pb, *.json.gz or *.json")
 
 
 def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
+    """What accelerators did, or XLA on CPUs if there are none."""
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    return _of_jax([
-        _event(plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
-        for plane in ProfileData.from_serialized_xspace(data).planes
-        for line in plane.lines if _is_read(plane.name, line.name) for event in line.events
-    ], data)  # fmt: skip
-
-
-def _of_json(file: Path) -> tuple[list[Event], list[str]]:
-    read = gzip.open if file.name.endswith(".gz") else open
-    with read(file, "rt") as text:
-        content = json.load(text)
-    about = content if isinstance(content, dict) else {"traceEvents": content}
-    events = about["traceEvents"]
-    complete = [each for each in events if each.get("ph") == "X" and "ts" in each and "name" in each]
-    if any("cat" in each for each in complete):
-        job = about.get("distributedInfo") or {}
-        return list(_of_kineto(complete, job.get("world_size") if job.get("pg_count", 1) == 1 else None)), []
-    named = [each for each in events if each.get("ph") == "M"]
-    planes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
-    lines = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
-    found = (
-        _event(planes.get(each["pid"], ""), lines.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
-               each.get("dur", 0.0), each.get("args", {}))
-        for each in complete
-    )  # fmt: skip
-    return _of_jax([one for one in found if _is_read(one[0].device, one[0].line)], b"")
-
-
-def _is_read(plane: str, line: str) -> bool:
-    """Whether a line has what devices do; others of its plane repeat it by module or by step."""
-    if plane.startswith("/device:GPU:"):
-        return line.startswith("Stream #")
-    return line in ("XLA Ops", "Async XLA Ops") if plane.startswith("/device:TPU:") else plane == "/host:CPU"
-
-
-def _event(plane: str, line: str, name: str, start_us: float, for_us: float, stats: _Stats) -> tuple[Event, _Stats]:
-    kind = _kind(name, str(stats.get("hlo_op", name)))
-    return Event(plane, line, name, start_us, start_us + for_us, kind), stats
-
-
-def _of_jax(events: Sequence[tuple[Event, _Stats]], data: bytes) -> tuple[list[Event], list[str]]:
-    """Leaves what the host does out; without accelerators, the devices are those of XLA on CPUs."""
-    ran = [(event, stats) for event, stats in events if event.device.startswith("/device:")] or [
-        (event._replace(device=f"CPU {stats.get('device_ordinal', 0)}"), stats)
-        for event, stats in events if "hlo_op" in stats
+    found = [
+        (plane.name, line.name, event, dict(event.stats))
+        for plane in ProfileData.from_serialized_xspace(data).planes for line in plane.lines for event in line.events
     ]  # fmt: skip
-    programs, notes = _programs(data, {_program(stats) for _, stats in ran})
-    known = (programs.get(_program(stats), {}).get(str(stats.get("hlo_op", event.name))) for event, stats in ran)
-    return [_with_operation(event, one) for (event, _), one in zip(ran, known, strict=True)], notes
+    ran = [one for one in found if _is_of_device(*one[:2])] or [
+        (f"CPU {stats.get('device_ordinal', 0)}", line, event, stats)
+        for plane, line, event, stats in found if plane == "/host:CPU" and "hlo_op" in stats
+    ]  # fmt: skip
+    names = [f"{stats.get('hlo_module')}({stats.get('program_id')})" for *_, stats in ran]
+    programs, notes = _programs(data, {*names})
+    events = []
+    for name, (device, line, event, stats) in zip(names, ran, strict=True):
+        op, start_us = str(stats.get("hlo_op", event.name)), event.start_ns / 1e3
+        kind = _kind(event.name, op)
+        made = Event(device, line, event.name, start_us, start_us + event.duration_ns / 1e3, kind)
+        known = programs.get(name, {}).get(op)
+        if known and kind != COPIES and (one := known.starts):
+            made = made._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
+        elif known and kind != COPIES and known.total_work.matmul_flops:
+            made = made._replace(kind=PRODUCTS)
+        events.append(made)
+    return events, notes
 
 
-def _with_operation(event: Event, known: Operation | None) -> Event:
-    if known is None or event.kind == COPIES:
-        return event
-    if known.starts is None:
-        return event._replace(kind=PRODUCTS) if known.total_work.matmul_flops else event
-    one = known.starts
-    return event._replace(name=known.name, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
+def _is_of_device(plane: str, line: str) -> bool:
+    """Whether a line has what a device does; others of its plane repeat it by module or by step."""
+    if plane.startswith("/device:TPU:"):
+        return line in ("XLA Ops", "Async XLA Ops")
+    return plane.startswith("/device:GPU:") and line.startswith("Stream #")
 
 
-def _kind(name: str, op: str = "") -> str:
-    """The kind of a kernel by its name, and that of XLA's operation."""
-    if _COPY.match(name):
-        return COPIES
-    if called := _OF_XLA.match(op) or _OF_NCCL.search(name):
-        letters = re.sub(r"[^a-z]", "", next(filter(None, called.groups())).lower())
-        return next((kind for spelt, kind in _KINDS.items() if letters.startswith(spelt)), "collective")
-    if _ATTENTION.search(name):
-        return ATTENTION
-    return PRODUCTS if _PRODUCT.search(f"{name} {op}") else OTHERS
+def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operation]], list[str]]:
+    """The operations, by program and name, of the compiled programs in an xplane, which ``ProfileData`` leaves out."""
+    from jax._src.lib import xla_client  # no public name reads a serialized program
+
+    found, notes = {}, []
+    planes = [plane for plane in map(_fields, _fields(data)[1]) if plane[2] == [b"/host:metadata"]]
+    for event in (_fields(_fields(entry)[2][0]) for plane in planes for entry in plane[4]):
+        name, programs = event[2][0].decode(), [stat[6][0] for stat in map(_fields, event[5]) if stat[6]]
+        if name in wanted and programs:
+            try:
+                module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(_fields(programs[0])[1][0])
+                found[name] = {one.name: one for one in _flat(read_schedule(module.to_string()).operations)}
+            except (AttributeError, HLOError, RuntimeError) as error:
+                notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
+    return found, notes
 
 
-def _of_kineto(events: Sequence[Mapping[str, Any]], world_size: int | None) -> Iterator[Event]:
-    on_gpus = [each for each in events if str(each.get("cat")).lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
-    on_cpus = (each for each in events if each["name"].startswith(("aten::", "gloo:")))
-    for each in on_gpus or on_cpus:
+def _flat(operations: Iterable[Operation]) -> Iterator[Operation]:
+    for operation in operations:
+        yield operation
+        yield from _flat(operation.body)
+
+
+def _fields(data: bytes) -> dict[int, list[Any]]:
+    """The values by field of a message of protocol buffers, whose schema no installed package has."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        start = at
+        while data[at] >= 128:
+            at += 1
+        at += 1
+        return sum((byte & 127) << 7 * place for place, byte in enumerate(data[start:at]))
+
+    while at < len(data):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            found[number].append(varint())
+        else:
+            size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
+            found[number].append(data[at : at + size])
+            at += size
+    return found
+
+
+def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
+    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
+    with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
+        about = json.load(text)
+    ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
+    on_gpus = [each for each in ran if each["cat"].lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
+    job, events = about.get("distributedInfo") or {}, []
+    world_size = job.get("world_size") if job.get("pg_count", 1) == 1 else None
+    for each in on_gpus or (each for each in ran if each["name"].startswith(("aten::", "gloo:"))):
         args, name = each.get("args", {}), each["name"]
         device = f"/device:GPU:{args['device']}" if on_gpus else f"CPU {each['pid']}"
         kind = _kind(f"nccl:{args['Collective name'].strip('_')}" if "Collective name" in args else name)
@@ -263,7 +254,8 @@ def _of_kineto(events: Sequence[Mapping[str, Any]], world_size: int | None) -> I
         if event.is_collective:
             num_ranks = args.get("Group size", world_size)
             event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
-        yield event
+        events.append(event)
+    return events, []
 
 
 def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> int | None:
@@ -279,63 +271,19 @@ def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> 
     return elements * _ITEMSIZES.get(dtype.lower().replace(" ", ""), 0) or None
 
 
-def _program(stats: Mapping[str, Any]) -> str:
-    return f"{stats.get('hlo_module')}({stats.get('program_id')})"
+def _kind(name: str, op: str = "") -> str:
+    """The kind of a kernel by its name, and that of XLA's operation."""
+    if _COPY.match(name):
+        return COPIES
+    if called := _OF_XLA.match(op) or _OF_NCCL.search(name):
+        letters = re.sub(r"[^a-z]", "", next(filter(None, called.groups())).lower())
+        return next((kind for spelt, kind in _KINDS.items() if letters.startswith(spelt)), "collective")
+    if _ATTENTION.search(name):
+        return ATTENTION
+    return PRODUCTS if _PRODUCT.search(f"{name} {op}") else OTHERS
 
 
-def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operation]], list[str]]:
-    """The operations, by program and name, of the compiled programs in an xplane, which ``ProfileData`` leaves out."""
-    from jax._src.lib import xla_client  # no public name reads a serialized program
-
-    found, notes = {}, []
-    for plane in (value for number, value in _fields(data) if number == 1):
-        metadata = [(number, value) for number, value in _fields(plane) if number in (2, 4)]
-        if (2, b"/host:metadata") not in metadata:
-            continue
-        for entry in (value for number, value in metadata if number == 4):
-            fields = list(_fields(dict(_fields(entry))[2]))
-            name = next(value.decode() for number, value in fields if number == 2)
-            stats = [dict(_fields(value)) for number, value in fields if number == 5]
-            if name not in wanted or not (programs := [stat[6] for stat in stats if 6 in stat]):
-                continue
-            try:
-                module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(dict(_fields(programs[0]))[1])
-                found[name] = {one.name: one for one in _flat(read_schedule(module.to_string()).operations)}
-            except (AttributeError, HLOError, RuntimeError) as error:
-                notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
-    return found, notes
-
-
-def _flat(operations: Iterable[Operation]) -> Iterator[Operation]:
-    for operation in operations:
-        yield operation
-        yield from _flat(operation.body)
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The numbers and values of a message of protocol buffers, whose schema no installed package has."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-            if byte < 128:
-                return value
-
-    while at < len(data):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            yield number, varint()
-        else:
-            size = varint() if wire == 2 else {1: 8, 5: 4}[wire]
-            yield number, data[at : at + size]
-            at += size
-
-
-def _own_parts(events: Sequence[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
+def _own_parts(events: Iterable[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
     """What of each event of a line, sorted by start, is not within a later one."""
     inside: list[tuple[Event, list[tuple[float, float]]]] = []
     cursor = 0.0

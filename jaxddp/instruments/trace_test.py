@@ -1,6 +1,7 @@
 import gzip
 import json
 
+import jax
 import pytest
 
 from jaxddp.comparison_test import refusal
@@ -30,17 +31,6 @@ def test_what_runs_inside_of_an_operation_is_not_its_own_time():
     assert trace.overlaps() == {"/device:GPU:0": (100, 60, 40, 40)}
 
 
-def reduced(num_bytes, *times_us, kind="all-reduce"):
-    return [Event("/device:GPU:0", "2", "nccl", 0, us, kind, num_bytes, 8) for us in times_us]
-
-
-def test_curves_are_the_shortest_times_and_never_fall_with_the_size():
-    events = [*reduced(2**10, 30, 20), *reduced(2**20, 90, 70), *reduced(2**24, 60), *reduced(None, 1)]
-    events += reduced(2**10, 5, kind="all-gather")  # a single size is no curve
-    assert Trace(tuple(events)).curves() == {"all-reduce": {"8": [(2**10, 20), (2**20, 60), (2**24, 60)]}}
-    assert "collectives of several known sizes" in refusal(Trace(tuple(reduced(2**10, 5))).curves)
-
-
 def nccl(name, start_us, for_us, **args):
     return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start_us, "dur": for_us,
             "args": {"device": 0, "stream": 7, **args}}  # fmt: skip
@@ -68,28 +58,33 @@ def test_nccl_of_kineto_has_sizes_and_ranks(tmp_path):
     assert trace.overlaps() == {"/device:GPU:0": (15, 2, 13, 11)}  # the host's operations are not the device's
 
 
+XSPACE = """
+planes {
+  name: "/device:GPU:3"
+  lines { name: "Stream #7(NCCL)" events { metadata_id: 1 duration_ps: 4000000 } events {
+    metadata_id: 2 offset_ps: 5000000 duration_ps: 4000000 stats { metadata_id: 1 str_value: "psum_scatter.4" } } }
+  lines { name: "XLA Modules" events { metadata_id: 3 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL" } }
+  event_metadata { key: 2 value { id: 2 name: "loop_fusion" } }
+  event_metadata { key: 3 value { id: 3 name: "jit_step" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+"""
+
+
 def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
-    def named(kind, name, tid):
-        return {"ph": "M", "pid": 1, "tid": tid, "name": kind, "args": {"name": name}}
-
-    def ran(tid, name, **args):
-        return {"ph": "X", "pid": 1, "tid": tid, "ts": 0, "dur": 4, "name": name, "args": args}
-
-    events = [
-        named("process_name", "/device:GPU:3", 0), named("thread_name", "Stream #7(NCCL)", 7),
-        named("thread_name", "XLA Modules", 8), ran(7, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", hlo_op="rs.1"),
-        ran(8, "jit_step"), ran(7, "loop_fusion", hlo_op="psum_scatter.4"),
+    file = tmp_path / "vm.xplane.pb"
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(XSPACE))
+    assert [(event.device, event.start_us, event.end_us, event.kind) for event in read_trace(file).events] == [
+        ("/device:GPU:3", 0, 4, "reduce-scatter"), ("/device:GPU:3", 5, 9, "reduce-scatter")
     ]  # fmt: skip
-    (tmp_path / "vm.trace.json").write_text(json.dumps({"traceEvents": events}))
-    trace = read_trace(tmp_path / "vm.trace.json")
-    assert [(event.device, event.kind) for event in trace.events] == [("/device:GPU:3", "reduce-scatter")] * 2
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("cut.json.gz", gzip.compress(b"[" * 99, mtime=0)[:20], "must be one of jax.profiler or Kineto: EOFError"),
-        ("other.json", b"[1, 2]", "must be one of jax.profiler or Kineto: AttributeError"),
+        ("other.json", b"[1, 2]", "must be one of jax.profiler or Kineto: TypeError"),
         ("cut.xplane.pb", b"\x0a\xff\xff\x00/device:GPU:0", "must be one of jax.profiler or Kineto: RuntimeError"),
         ("host.json", b'{"traceEvents": []}', "must hold events of a device: nothing ran on one"),
         ("", b"", "must be a profile or hold one"),

@@ -7,15 +7,12 @@
     fusion            FLOPs of its instructions; bytes of its inputs and outputs, since intermediates stay on chip
     loop              body and condition, times the trip count
     asynchronous      counted at the start; collectives count nothing
-    cuDNN attention   its products, by the shape of the scores
-    other calls       bytes alone, with a note
+    library calls     as products and convolutions; others, such as cuDNN's attention, bytes alone, with a note
 
-Each array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes. Arrays that a TPU program keeps on chip (memory space 1 of a tiled layout) do not count.
-
-TPU programs print a matrix product as a convolution, whose batch dims are window dims, padded or dilated so that only
-pairs of the same batch meet. They print no trip counts: these are derived from a counter with constant start, step and
-end, as ``lax.scan`` and ``fori_loop`` make it.
+An array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
+update what it writes; what a TPU keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a
+product as a convolution, whose batch dims are window dims, padded or dilated so that only pairs of one batch meet.
+They print no trip counts: these follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
 """
 
 from __future__ import annotations
@@ -34,9 +31,10 @@ _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
     "add-dependency".split()
 )
-_MOVEMENT = frozenset(
+_WITHOUT_FLOPS = frozenset(  # what moves data, and custom calls
     "copy transpose reshape broadcast concatenate slice dynamic-slice dynamic-update-slice gather pad reverse "
-    "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota".split()
+    "bitcast-convert convert copy-start rng-bit-generator dynamic-reshape iota Sharding SPMDFullToShardShape "
+    "SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound PrepareAsyncCallStart PrepareAsyncCallDone".split()
 )
 _ELEMENTWISE = frozenset(
     "abs acos acosh add and asin asinh atan2 atanh cbrt ceil clamp compare complex cos cosh cosine count-leading-zeros "
@@ -49,14 +47,10 @@ _WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
-_UNCOUNTED = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot", "topk"))
-_CALLS_WITHOUT_WORK = frozenset(
-    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer AssumeGatherIndicesInBound "
-    "PrepareAsyncCallStart PrepareAsyncCallDone".split()
-)
+_ASYNCHRONOUS = ("-start", "-done", "-update")
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
-_WITH_WORKSPACE = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__cudnn$conv")
-_BITCAST = ("bitcast",)
+_PRODUCTS = ("dot", "__cublas$gemm", "__cublas$lt$matmul")  # operations, and library calls by the start of their names
+_CONVOLUTIONS = ("convolution", "__cudnn$conv")
 
 
 class MatmulKind(NamedTuple):
@@ -64,8 +58,7 @@ class MatmulKind(NamedTuple):
 
     dtype: str  # of the factors, in HLO's spelling
     precision: str  # "default", "high" or "highest"
-    shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions and fused attention
-    is_attention: bool = False
+    shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class Work:
         )  # fmt: skip
 
     def times(self, count: float) -> Work:
-        """Returns the work of ``count`` repetitions."""
+        """The work of ``count`` repetitions."""
         matmul = {kind: flops * count for kind, flops in self.matmul_flops.items()}
         return Work(matmul, self.vector_flops * count, self.num_bytes * count, self.num_kernels * count)
 
@@ -102,7 +95,6 @@ class WorkCounter:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._totals: dict[int, Work] = {}
 
     def of(self, instruction: Instruction) -> Work:
         """Counts one instruction with everything that it contains; collectives count as no work."""
@@ -114,52 +106,45 @@ class WorkCounter:
             branches = map(self.total, instruction.called)
             return max(branches, key=lambda work: (work.flops, work.num_bytes), default=Work())
         if opcode in ("while", "call", "async"):
-            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction, "it is"))
+            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction))
         arithmetic = self.arithmetic(instruction)
         return Work(arithmetic.matmul_flops, arithmetic.vector_flops, _bytes(instruction), 1.0)
 
     def total(self, computation: Computation) -> Work:
         """Counts a computation."""
-        key = id(computation)
-        if key not in self._totals:
-            self._totals[key] = sum(map(self.of, computation.values()), Work())
-        return self._totals[key]
+        return sum(map(self.of, computation.values()), Work())
 
-    def trips(self, caller: Instruction, what: str) -> int:
+    def trips(self, caller: Instruction) -> int:
         """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
         trips = trip_count(caller) if caller.opcode == "while" else 1
         if trips is None:
-            self.note(f"loop {caller.name}: trip count unknown, {what} counted once")
+            self.note(f"loop {caller.name}: trip count unknown, counted once")
         return 1 if trips is None else trips
 
     def arithmetic(self, instruction: Instruction) -> Work:
         """Counts the FLOPs of one instruction, without its bytes."""
         opcode = instruction.opcode
-        if opcode in _FREE or opcode in _MOVEMENT:
+        called = _called_name(instruction)
+        if called in _FREE or called in _WITHOUT_FLOPS:
             return Work()
-        if product := _product(instruction):
-            return product
-        if opcode == "custom-call":
-            if (target := instruction.attribute("custom_call_target")) not in _CALLS_WITHOUT_WORK:
-                self.note(f"custom call {target}: its FLOPs are unknown, only its bytes are counted")
-            return Work()
+        if called.startswith(_PRODUCTS):
+            return _matmul(instruction)
+        if called.startswith(_CONVOLUTIONS):
+            return _convolution(instruction)
         if opcode == "fusion":  # only elements that are used are computed
             return sum(
                 (self.arithmetic(called[name]).times(share)
                  for called in instruction.called for name, share in _used_shares(called).items()), Work()
             )  # fmt: skip
-        if opcode in _UNCOUNTED:
-            self.note(f"{opcode} {instruction.name}: its FLOPs are not counted, only its bytes are")
-            return Work()
-        counted = instruction.arrays
         if opcode == "scatter":
             counted = instruction.inputs[-1].arrays[:1]
         elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
             counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
-        elif opcode not in _ELEMENTWISE and not opcode.endswith(("-start", "-done", "-update")):
-            if not _COMMUNICATION.match(opcode):
-                self.note(f"{opcode} {instruction.name}: an unknown operation, only its bytes are counted")
-                return Work()
+        elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
+            counted = instruction.arrays
+        else:
+            self.note(f"{called}: its FLOPs are unknown, only its bytes are counted")
+            return Work()
         return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
     def note(self, text: str) -> None:
@@ -183,7 +168,7 @@ def _bytes(instruction: Instruction) -> float:
     if opcode in _UPDATES:
         update = instruction.inputs[_UPDATES[opcode]]
         return float(_memory_bytes(update.shape) + (update.num_bytes if written else 0))
-    if instruction.attribute("custom_call_target").startswith(_WITH_WORKSPACE):
+    if opcode == "custom-call" and _called_name(instruction).startswith(_PRODUCTS + _CONVOLUTIONS):
         written = _memory_bytes((*parts_of(instruction.shape), instruction.shape)[0])  # not the workspace
     read = {operand.name: _memory_bytes(operand.shape) for operand in instruction.inputs}
     return float(sum(read.values()) + written)
@@ -196,7 +181,7 @@ def _fusion_bytes(fusion: Instruction) -> float:
     total = float(_memory_bytes(fusion.shape))
     root = root_of(called)
     for each in root.inputs if root.opcode == "tuple" else [root]:
-        result = _origin(each, _BITCAST)
+        result = _origin(each, ("bitcast",))
         if _is_in_place(result) and _memory_bytes(result.shape):
             total += result.inputs[_UPDATES[result.opcode]].num_bytes - result.num_bytes
     shares: defaultdict[str, float] = defaultdict(float)
@@ -242,7 +227,7 @@ def _is_in_place(instruction: Instruction) -> bool:
     """Whether an instruction of a fused computation updates part of a fusion operand."""
     if instruction.opcode not in _UPDATES:
         return False
-    changed = _origin(instruction.inputs[0], _BITCAST)
+    changed = _origin(instruction.inputs[0], ("bitcast",))
     return changed.opcode == "parameter" or _is_in_place(changed)
 
 
@@ -253,41 +238,22 @@ def _matmul_kind(instruction: Instruction) -> MatmulKind:
     return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
 
 
-def _product(instruction: Instruction) -> Work | None:
-    """The work of products: an operation, or a library call by the start of its name."""
-    counts = {
-        "dot": _matmul, "__cublas$gemm": _matmul, "__cublas$lt$matmul": _matmul, "__onednn$matmul": _matmul,
-        "convolution": _convolution, "__cudnn$conv": _convolution, "__cudnn$fmha": _attention,
-    }  # fmt: skip
+def _called_name(instruction: Instruction) -> str:
+    """The name of a library call, or of an operation."""
     is_call = instruction.opcode == "custom-call"
-    name = instruction.attribute("custom_call_target") if is_call else instruction.opcode
-    return next((count(instruction) for start, count in counts.items() if name.startswith(start)), None)
+    return instruction.attribute("custom_call_target") if is_call else instruction.opcode
 
 
 def _matmul(product: Instruction) -> Work:
-    """A product; a library call contracts the last dim of the left factor unless it says otherwise."""
     left, num_results = product.inputs[0].arrays[0], product.arrays[0].num_elements
     name = "dims" if product.opcode == "dot" else "dimensions"
-    batch_dims, dims = (product.integers(f"lhs_{which}_{name}") for which in ("batch", "contracting"))
-    if product.opcode != "dot" and not dims:
-        dims = (len(left.dims) - 1,)
-    contracted, batch = (math.prod(left.dims[dim] for dim in each) for each in (dims, batch_dims))
+    batch, contracted = (
+        math.prod(left.dims[dim] for dim in product.integers(f"lhs_{which}_{name}"))
+        for which in ("batch", "contracting")
+    )
     rows = left.num_elements // max(1, batch * contracted)
     shape = (batch, rows, num_results // max(1, batch * rows), contracted)
     return Work({_matmul_kind(product)._replace(shape=shape): 2.0 * num_results * contracted})
-
-
-def _attention(call: Instruction) -> Work | None:
-    """CuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
-    # The scores' shape is printed: batch, heads, queries and keys.
-    if len(scores := call.integers("dimensions")) != 4:
-        return None
-    batch, heads, num_queries, num_keys = scores
-    width = call.inputs[0].arrays[0].num_elements / (batch * heads * num_queries)
-    products = 5 if "Backward" in call.attribute("custom_call_target") else 2
-    visible = 0.5 if "CAUSAL" in call.attributes else 1.0
-    flops = products * visible * 2.0 * batch * heads * num_queries * num_keys * width
-    return Work({_matmul_kind(call)._replace(is_attention=True): flops})
 
 
 def _convolution(convolution: Instruction) -> Work:
@@ -319,13 +285,9 @@ def _convolution(convolution: Instruction) -> Work:
 @functools.lru_cache(maxsize=4096)
 def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_window: int) -> int:
     """Number of pairs of an output position and a window position that meet an element of the input."""
-
-    def field_of(name: str, default: str) -> str:
-        found = re.search(rf"(?:^|\s){name}=(\S+)", window)
-        return found.group(1).split("x")[place] if found else default
-
-    stride, base, dilation = (int(field_of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    low = int(field_of("pad", "0_0").split("_")[0])
+    fields = {name: sizes.split("x")[place] for name, sizes in (part.split("=") for part in window.split())}
+    stride, base, dilation = (int(fields.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(fields.get("pad", "0_0").split("_")[0])
     # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
     # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
     common = math.gcd(stride, base)
@@ -336,8 +298,7 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
         shift = offset * dilation - low
         if shift % common:
             continue
-        first = max(0, -(shift // stride))
-        last = min(size_out - 1, ((size_in - 1) * base - shift) // stride)
+        first, last = max(0, -(shift // stride)), min(size_out - 1, ((size_in - 1) * base - shift) // stride)
         residue = -(shift // common) * pow(stride // common, -1, period) % period
         first += (residue - first) % period
         pairs += max(0, (last - first) // period + 1)
@@ -373,8 +334,7 @@ def _place_in_state(instruction: Instruction) -> int | None:
 
 def _constant(instruction: Instruction) -> int | None:
     origin = _origin(instruction)
-    is_integer = origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.literal)
-    return int(origin.literal) if is_integer else None
+    return int(origin.literal) if origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.literal) else None
 
 
 def _origin(instruction: Instruction, through: tuple[str, ...] = ("copy", "bitcast")) -> Instruction:

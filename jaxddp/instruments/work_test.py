@@ -132,7 +132,7 @@ def test_a_loop_counts_as_often_as_it_runs_and_once_if_that_is_unknown():
     loop = "ROOT %w = f32[4] while(%p0), condition=%cond, body=%body"
     known = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}'
     assert work(p("f32[4]"), loop + known, others=inside) == once.times(7)
-    assert count(p("f32[4]"), loop, others=inside) == (once, ["loop w: trip count unknown, it is counted once"])
+    assert count(p("f32[4]"), loop, others=inside) == (once, ["loop w: trip count unknown, counted once"])
 
 
 def test_calls_and_branches():
@@ -167,8 +167,8 @@ def test_memory_on_the_chip_of_a_tpu():
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ('f32[8] custom-call(%p0), custom_call_target="mine"', "custom call mine: its FLOPs are unknown"),
-        ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft y: its FLOPs are not counted"),
+        ('f32[8] custom-call(%p0), custom_call_target="mine"', "mine: its FLOPs are unknown"),
+        ("c64[4] fft(%p0), fft_type=FFT, fft_length={4}", "fft: its FLOPs are unknown"),
     ],
 )
 def test_what_cannot_be_counted_is_said(line, note):
@@ -206,7 +206,7 @@ def test_matrix_products():
 
 
 def test_matrix_products_of_libraries():
-    # As printed by jax 0.4 to 0.7 for GPUs: contracts dim 0 of [8,4] with dim 0 of [8,6]; the workspace does not count.
+    # Contracts dim 0 of [8,4] with dim 0 of [8,6]; the workspace does not count.
     gemm = (
         'ROOT %y = (bf16[4,6]{1,0}, s8[4194304]{0}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", '
         'backend_config={"operation_queue_id":"0","wait_on_operation_queues":[],"gemm_backend_config":{"alpha_real":1,'
@@ -216,21 +216,6 @@ def test_matrix_products_of_libraries():
     )
     kind = MatmulKind("bf16", "highest")
     assert work(p("bf16[8,4]", "bf16[8,6]"), gemm) == Work({kind: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
-    onednn = 'ROOT %y = bf16[4,6]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul"'
-    assert work(p("bf16[4,8]", "bf16[8,6]"), onednn) == Work({BF16: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
-
-
-@pytest.mark.parametrize(("target", "mask", "flops"), [("Softmax", "NO_MASK", 4), ("SoftmaxBackward", "CAUSAL", 5)])
-def test_cudnns_attention_is_counted_by_the_shape_of_its_scores(target, mask, flops):
-    """Two batches of 3 heads, 16 queries and 32 keys of width 8: products of 2 x 2 x 3 x 16 x 32 x 8 FLOPs."""
-    call = (
-        f'ROOT %y = (bf16[2,16,3,8], u8[0]{{0}}) custom-call(%p0, %p1, %p1), custom_call_target="__cudnn$fmha{target}",'
-        ' backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":'
-        f'["2","3","16","32"]}},"is_flash_attention":true,"mask_type":"{mask}"}}}}'
-    )
-    kind = BF16._replace(is_attention=True)
-    counted = work(p("bf16[2,16,3,8]", "bf16[2,32,3,8]"), call)
-    assert counted.matmul_flops == {kind: flops * 2 * 3 * 16 * 32 * 8} and counted.vector_flops == 0
 
 
 def test_convolutions():

@@ -11,24 +11,24 @@ then between them, with H, S/n and the host link's W. What is sent from rank to 
 and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
 A measured network (``tables.py``) has times within a host by kind, ranks and bytes, interpolated in the logarithms of
-sizes and of ranks; beyond the table the nearest row's rate is taken, and ``assumed`` says so. What was not measured
-follows from the two numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and
-the latency L between hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
+sizes and of ranks; beyond the table the nearest row's rate is taken. What was not measured follows from the two
+numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and the latency L between
+hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-A fabric that was measured has a table in place of this formula; for other numbers of hosts its times grow as the
-formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
+Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ..arguments import check_integer, check_positive, is_number
 
@@ -57,8 +57,6 @@ class Network:
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
-    fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
-    host_latency_us: float = HOST_LATENCY_US  # that a call over several hosts adds to a curve
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -67,9 +65,8 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("devices_per_host", self.devices_per_host)
-        for name in ("latency_us", "host_latency_us"):
-            if not is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} (={value}) must be a finite number of microseconds, 0 or more")
+        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
@@ -106,12 +103,9 @@ class Network:
             return max(within_s, self.sent_bytes(kind, num_bytes, group)[1] / self._host_bytes_per_s)
         if local == len(group):
             return within_s
-        share = _between_share(kind, local, len(group))
-        if table := self._over_hosts(kind):
-            (hosts, rows), *_ = table.items()
-            measured = _between_share(kind, local, hosts * (self.devices_per_host or 1))
-            return _at_size(rows, num_bytes) * (share / measured)
-        return max(within_s, share * num_bytes / self._host_bytes_per_s) + self.host_latency_us * 1e-6
+        hosts, num_ranks = len(group) / local, len(group)
+        share = (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
+        return max(within_s, share * num_bytes / self._host_bytes_per_s) + HOST_LATENCY_US * 1e-6
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
@@ -123,16 +117,11 @@ class Network:
         if local == len(group):
             if local not in curves:
                 return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
-            return _beyond(kind, curves[local], num_bytes)
-        if not (table := self._over_hosts(kind)):
-            speed = f"{self._host_bytes_per_s / GB:g} GB/s and {self.host_latency_us:g} us"
-            return f"{kind} between hosts was not measured: {speed} are assumed"
-        (hosts, rows), *_ = table.items()
-        if len(group) != hosts * local:
-            return f"{kind} was measured over {hosts} hosts, not over {len(group) / local:g}"
-        if said := _beyond(f"{kind} over hosts", rows, num_bytes):
-            return said
-        return "" if kind in self.fabric else f"{kind} over hosts is taken as an all-gather"
+            (first, _), *_, (last, _) = curves[local]
+            beyond = f"{kind} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
+            return "" if first <= num_bytes <= last else beyond
+        speed = f"{self._host_bytes_per_s / GB:g} GB/s and {HOST_LATENCY_US:g} us"
+        return f"{kind} between hosts was not measured: {speed} are assumed"
 
     @property
     def _host_bytes_per_s(self) -> float:
@@ -141,27 +130,10 @@ class Network:
     def _curves(self, kind: str) -> Mapping[int, Rows]:
         return self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {})
 
-    def _over_hosts(self, kind: str) -> Mapping[int, Rows]:
-        """The fabric's table of a kind by the number of hosts; a reduce-scatter without one has an all-gather's."""
-        return self.fabric.get(kind) or self.fabric.get("all-gather" if kind == "reduce-scatter" else kind, {})
-
     def _by_host(self, group: Sequence[int]) -> list[int]:
         """How many devices of the group are on each of its hosts."""
         per_host = self.devices_per_host or max(group) + 1
         return list(Counter(device // per_host for device in group).values())
-
-
-def _between_share(kind: str, local: int, num_ranks: int) -> float:
-    """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
-    hosts = num_ranks / local
-    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
-
-
-def _beyond(what: str, rows: Rows, num_bytes: float) -> str:
-    first, last = rows[0][0], rows[-1][0]
-    if first <= num_bytes <= last:
-        return ""
-    return f"{what} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
 
 
 def _at_size(rows: Rows, num_bytes: float) -> float:
@@ -171,7 +143,5 @@ def _at_size(rows: Rows, num_bytes: float) -> float:
 
 def _interpolated(points: Rows, at: float) -> float:
     """Interpolates in the logarithms of both; outside of the points, the nearest one's."""
-    if at <= points[0][0] or at >= points[-1][0]:
-        return points[0 if at <= points[0][0] else -1][1]
-    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if pair[0][0] <= at <= pair[1][0])
-    return y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
+    known, values = np.log(points).T
+    return math.exp(np.interp(math.log(at), known, values))

@@ -18,7 +18,6 @@ from jaxddp.planning.formulas import (
     MIXED_ACCUMULATED,
     Assumptions,
     DeviceRates,
-    activation_bytes,
     best_buckets,
     fit_sweep,
     gathered_bytes,
@@ -89,7 +88,7 @@ def test_traffic_over_micro_batches():
 
 
 def kept(tokens):
-    return activation_bytes(tokens, XXL.kept_per_token, XXL.kept_cut_per_token)
+    return 2 * tokens * (XXL.kept_per_token + XXL.kept_cut_per_token)
 
 
 def fewest(tokens, capacity=95e9, gathered=0.0):

@@ -31,7 +31,8 @@ class Chip:
     link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
     host_link_gb_per_s: float  # what it can send to other hosts: over its NIC, or the links of the torus
     devices_per_host: int  # of a full host
-    is_measured: bool = False  # whether ``products.py`` has measured rates for it that count in place of its peaks
+    is_measured: bool = False  # whether measured rates count in place of its peaks: ``products.as_measured``
+    kernel_s: float = 0.0  # between one kernel and the next
 
     def __post_init__(self) -> None:
         is_gpu = self.platform == "gpu"

@@ -1,6 +1,6 @@
 """How long a data-parallel step takes, by formulas: computing at a chip's rates, and the communication that it exposes.
 
-    forward     products at the rate of their shapes, or as long as reading and writing them takes; attention; what
+    forward     products at the rate of their shapes, or as long as they take to read and write; attention; what
                 memory-bound kernels move; a gap per kernel
     backward    twice the forward, five attention products for two, and what checkpointing computes again
     optimizer   bytes of AdamW's update: 32 a parameter in one kernel, 132 operation by operation
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..communication.buckets import DEFAULT_BUCKET_MB, MIB
+from ..communication.buckets import DEFAULT_BUCKET_MB, TensorSpec, plan_buckets
 from ..network import Network
 from .chips import Chip
 from .formulas import DATA_PARALLEL
-from .products import attention_rate, kernel_s, memory_rate, product_rate
+from .products import attention_rate, product_rate
 from .workload import Workload
 
 _HOST_LAUNCH_S = 5e-6
@@ -70,7 +70,7 @@ class Run:
 
 def estimate(run: Run) -> StepTime:
     """Estimates one step."""
-    work, again, bytes_per_s = run.workload, run.workload.recomputed, memory_rate(run.chip)
+    work, again, bytes_per_s = run.workload, run.workload.recomputed, run.chip.memory_bytes_per_s
     # What memory-bound kernels of a forward move, with the loss in float32.
     elements = work.moved_per_token if run.is_compiled else work.moved_unfused_per_token
     vocab = work.products[-1][2] if work.attention else 0
@@ -103,7 +103,7 @@ def product_seconds(run: Run) -> float:
 def _product_s(run: Run, rows: int, columns: int, contracted: int) -> float:
     flops_s = 2 * rows * columns * contracted / product_rate(run.chip, run.products, (1, rows, columns, contracted))
     elements = rows * contracted + contracted * columns + rows * columns
-    return max(flops_s, elements * run.element_bytes / memory_rate(run.chip))
+    return max(flops_s, elements * run.element_bytes / run.chip.memory_bytes_per_s)
 
 
 def _attention_seconds(run: Run, num_products: int) -> float:
@@ -121,7 +121,7 @@ def _launched(run: Run, seconds: float, passes: float) -> float:
     """Adds the gaps of kernels to what they take; if the host launches each, it takes at least as long as that."""
     num_layers = max(1, len(run.workload.unit_tensors) - 2)
     kernels = passes * num_layers * _KERNELS_OF_A_BLOCK[not run.is_compiled]
-    return seconds + kernels * kernel_s(run.chip) if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
+    return seconds + kernels * run.chip.kernel_s if run.is_compiled else max(seconds, kernels * _HOST_LAUNCH_S)
 
 
 def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
@@ -140,26 +140,20 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
             in_forward = seconds("all-gather", gathers[1:])
             return first_and_last + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s)
         case "flat":  # packed and unpacked: read and written twice
-            return seconds("all-reduce", [every]) + 4 * every / memory_rate(run.chip)
+            return seconds("all-reduce", [every]) + 4 * every / run.chip.memory_bytes_per_s
         case "naive":
             return seconds("all-reduce", tensors)
         case "sharded_optimizer":
             updates = [4.0 * elements for elements in run.workload.tensor_elements]
             return seconds("all-reduce", tensors) + seconds("broadcast", updates)
-    buckets = tensors if run.strategy == "overlapped" else _buckets(tensors, run.bucket_mb * MIB)
+    buckets = tensors
+    if run.strategy != "overlapped":
+        dtype = "bfloat16" if run.gradient_bytes == 2 else "float32"
+        specs = [TensorSpec(name, shape, dtype) for name, shape in reversed(run.workload.tensors)]
+        buckets = [bucket.num_bytes for bucket in plan_buckets(specs, run.bucket_mb).buckets]
     kind = "all-reduce" if run.strategy in DATA_PARALLEL else "reduce-scatter"
     hidden_s = backward_s * (1 - 1 / len(buckets))  # once the first bucket is full
     exposed_s = seconds(kind, buckets[-1:]) + max(0.0, seconds(kind, buckets[:-1]) - hidden_s)
     if kind == "reduce-scatter":
         exposed_s += seconds("all-gather", [float(run.element_bytes * run.workload.num_params)])
     return exposed_s
-
-
-def _buckets(tensors: list[int], cap: float) -> list[int]:
-    """Bytes of buckets in the order of the backward; a tensor is not split."""
-    found = [0]
-    for num_bytes in reversed(tensors):
-        if found[-1] and found[-1] + num_bytes > cap:
-            found.append(0)
-        found[-1] += num_bytes
-    return found

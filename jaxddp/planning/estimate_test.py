@@ -55,4 +55,4 @@ def test_checkpointing_and_flash_attention_trade_flops_for_memory():
     square, square_s = run()
     assert square.kept_cut_per_token - none.kept_cut_per_token == 8 * 8 * 4096 and square_s > none_s
     for name in ("attention", "checkpointing"):
-        assert refusal(run, **{name: "some"}).startswith(f"{name} (='some') must be one of ")
+        assert "'some'" in refusal(run, **{name: "some"})

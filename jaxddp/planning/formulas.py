@@ -3,8 +3,8 @@
 Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the commands check what a user gives.
 
 State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
-dtype, and K of optimizer state: (p, g, K) is (4, 4, 8) with AdamW in float32, (2, 2, 12) in mixed precision, where K
-includes the float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3 also p.
+dtype, and K of optimizer state, with a float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3
+also p.
 
 Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
 everything counts 1, an all-reduce 2:
@@ -15,9 +15,9 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent over one stream, in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i
-to compute and m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the
-step waits for T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i to compute and
+m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step waits for
+T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
@@ -45,7 +45,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -90,11 +90,6 @@ def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: 
     """Computes what is gathered at once at stage 3: the ``num_units`` largest consecutive units."""
     starts = range(max(1, len(unit_params) - num_units + 1))
     return max(sum(unit_params[start : start + num_units]) for start in starts) * element_bytes / tp
-
-
-def activation_bytes(tokens: float, kept: float, kept_cut: float = 0, element_bytes: float = 2, tp: int = 1) -> float:
-    """Computes what the backward needs, with elements per token that are kept; TP splits ``kept_cut``."""
-    return tokens * (kept + kept_cut / tp) * element_bytes
 
 
 def least_ranks(cut_bytes: float, whole_bytes: float, capacity_bytes: float) -> float:
@@ -202,23 +197,6 @@ def min_tokens(
     if assumptions.overlapped_axes:
         return fixed_s / one.compute_s if one.compute_s >= one.tp_s else math.inf
     return fixed_s / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf
-
-
-class Split(NamedTuple):
-    """A split of devices into FSDP (X) and tensor parallelism (Y), and the smallest compute-bound batch."""
-
-    fsdp: int
-    tp: int
-    tokens: float
-
-
-def best_split(
-    workload: Workload, rates: Callable[[int, int], DeviceRates], num_devices: int, assumptions: Assumptions = DEFAULT
-) -> Split:
-    """Finds the split X Y = N with the smallest compute-bound batch; ``rates`` maps ``(X, Y)`` to the device."""
-    splits = [(num_devices // tp, tp) for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-    found = [Split(*each, min_tokens(workload, rates(*each), *each, 1, assumptions)) for each in splits]
-    return min(found, key=lambda split: split.tokens)
 
 
 class Fit(NamedTuple):

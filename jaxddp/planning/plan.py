@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal
 
 from ..arguments import check_integer
@@ -86,7 +85,6 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     min_devices = _min_devices(job, held)
     total = sum(held.values())
     times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
-    split = formulas.best_split(workload, partial(_rates, job), job.num_devices, job.assumptions)
     buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
     step = None  # estimated without tensor parallelism, replicas of shards, a torus, or a peak by hand
     if not cluster.is_by_hand and job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus:
@@ -109,7 +107,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
-        "best_split": {**split._asdict(), "tokens": math.ceil(split.tokens)},
+        "best_split": _best_split(job),
         "step_s": step and {**step._asdict(), "step_s": step.step_s},
         "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
         "buckets": buckets and buckets._asdict(),  # best of a micro-batch's gradients
@@ -146,6 +144,14 @@ def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[
 def _whole(num_bytes: float) -> int:
     """Rounds up, ignoring floating-point noise on a whole number."""
     return math.ceil(num_bytes * (1 - 1e-12))
+
+
+def _best_split(job: TrainingJob) -> dict[str, int]:
+    """The split X Y = N with the smallest compute-bound batch."""
+    splits = [(job.num_devices // tp, tp) for tp in range(1, job.num_devices + 1) if job.num_devices % tp == 0]
+    least = {each: formulas.min_tokens(job.workload, _rates(job, *each), *each, 1, job.assumptions) for each in splits}
+    fsdp, tp = min(least, key=least.__getitem__)
+    return {"fsdp": fsdp, "tp": tp, "tokens": math.ceil(least[fsdp, tp])}
 
 
 def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
@@ -216,7 +222,7 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
     workload, element_bytes = job.workload, job.assumptions.element_bytes
     state = formulas.state_bytes(workload.num_params / job.tp, job.stage, job.fsdp, job.held)
     gathered = formulas.gathered_bytes(workload.unit_params, element_bytes, _GATHERED_UNITS, job.tp)
-    kept = workload.kept_per_token, workload.kept_cut_per_token
+    kept = workload.kept_per_token + workload.kept_cut_per_token / job.tp
     if job.stage == 3:  # the largest bucket by default is a unit, else an eighth of all gradients, a tensor or 25 MiB
         bucket = max(workload.unit_params) * element_bytes / job.tp
     else:
@@ -227,7 +233,7 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         **state._asdict(),
         "gathered_parameters": gathered if job.gathers else 0.0,
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
-        "activations": formulas.activation_bytes(tokens / job.num_data_ranks, *kept, element_bytes, job.tp),
+        "activations": tokens / job.num_data_ranks * kept * element_bytes,
     }
 
 

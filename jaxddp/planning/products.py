@@ -8,8 +8,6 @@
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
 
-A chip has these rates after ``as_measured``; until then its peaks.
-
 References:
     OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
     stas00/ml-engineering, compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm.
@@ -21,10 +19,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .chips import Chip
 
@@ -37,12 +36,15 @@ _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148, "gb200":
 _MEMORY_SHARE = 0.92
 _ATTENTION_SHARES = {"a100": 0.63}
 _LATER_ATTENTION_SHARE = 0.35
-KERNEL_S = 1e-6
+_KERNEL_S = 1e-6
 
 
 def as_measured(chip: Chip) -> Chip:
     """Gives a chip the rates that measurements reach; one of which nothing was measured keeps its peaks."""
-    return replace(chip, is_measured=chip.name in _measurements()["best"])
+    if chip.name not in _measurements()["best"]:
+        return chip
+    rate = _MEMORY_SHARE * chip.memory_bytes_per_s
+    return replace(chip, is_measured=True, memory_bytes_per_s=rate, kernel_s=_KERNEL_S)
 
 
 def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float:
@@ -53,22 +55,10 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
         return peak
     name, best = _SAME_DIE.get(chip.name, chip.name), _measurements()["best"][chip.name]
     if shape and dtype in _COLUMNS and name in _measurements()["tflops"]:
-        table, sizes = _table(name, _COLUMNS[dtype])
-        more = max(1.0, shape[0] / sizes[0][-1])  # a larger batch counts as more rows
-        return 1e12 * _interpolated(table, sizes, (shape[0] / more, shape[1] * more, *shape[2:]))
+        return 1e12 * _by_shape(name, _COLUMNS[dtype], shape)
     if (dtype := "bfloat16" if dtype == "float16" else dtype) not in best:
         return peak
     return 1e12 * best[dtype] * (_busy(_MULTIPROCESSORS[chip.name], shape) if shape else 1.0)
-
-
-def memory_rate(chip: Chip) -> float:
-    """Bytes per second that memory-bound kernels move."""
-    return chip.memory_bytes_per_s * (_MEMORY_SHARE if chip.is_measured else 1.0)
-
-
-def kernel_s(chip: Chip) -> float:
-    """Seconds between one kernel and the next."""
-    return KERNEL_S if chip.is_measured else 0.0
 
 
 def attention_rate(chip: Chip, dtype: str) -> float:
@@ -87,7 +77,7 @@ def rates_in_words(chip: Chip) -> str:
     products = " and ".join(f"{', '.join(dtypes)} {how}" for dtypes, how in how if dtypes)
     return (
         f"rates, measured: products in {products} (others at peak, assumed), memory at {_MEMORY_SHARE:.0%} of its peak,"
-        f" {KERNEL_S * 1e6:g} us a kernel"
+        f" {_KERNEL_S * 1e6:g} us a kernel"
     )
 
 
@@ -109,20 +99,17 @@ def _measurements() -> dict[str, Any]:
 
 
 @functools.cache
-def _table(name: str, column: int) -> tuple[dict[Shape, float], list[list[float]]]:
-    """Rates by shape, and the measured values of each of the four sizes."""
-    table: dict[Shape, float] = {tuple(row[:4]): row[column] for row in _measurements()["tflops"][name]}
-    return table, [sorted(set(values)) for values in zip(*table, strict=True)]
+def _table(name: str, column: int) -> tuple[Any, list[Any]]:
+    """Logarithms of the rates of all batches x rows x columns x contracted, and of these sizes."""
+    rows = sorted(_measurements()["tflops"][name])
+    sizes = [sorted(set(values)) for values in zip(*(row[:4] for row in rows), strict=True)]
+    return np.log([row[column] for row in rows]).reshape([*map(len, sizes)]), [np.log(known) for known in sizes]
 
 
-def _interpolated(
-    table: dict[Shape, float], sizes: list[list[float]], shape: Sequence[float], corner: tuple[float, ...] = ()
-) -> float:
-    """Interpolates in the logarithms of one size after the other; beyond the table the nearest sizes' rate."""
-    if len(corner) == len(sizes):
-        return table[corner]  # type: ignore[index]
-    known, size = sizes[len(corner)], shape[len(corner)]
-    at = min(max(size, known[0]), known[-1])
-    below, above = max(each for each in known if each <= at), min(each for each in known if each >= at)
-    low, high = (_interpolated(table, sizes, shape, (*corner, each)) for each in (below, above))
-    return low * (high / low) ** (math.log(at / below) / math.log(above / below)) if above > below else low
+def _by_shape(name: str, column: int, shape: Shape) -> float:
+    """Interpolates in the logarithms of all sizes; beyond the table the nearest sizes' rate."""
+    table, sizes = _table(name, column)
+    more = max(1.0, shape[0] / math.exp(sizes[0][-1]))  # a larger batch counts as more rows
+    at = np.log([shape[0] / more, shape[1] * more, *shape[2:]])
+    weights = [[np.interp(one, known, row) for row in np.eye(len(known))] for one, known in zip(at, sizes, strict=True)]
+    return math.exp(np.einsum("brck,b,r,c,k", table, *weights))

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxddp.planning.chips import CHIPS
-from jaxddp.planning.products import _FILE, as_measured, attention_rate, kernel_s, memory_rate, product_rate
+from jaxddp.planning.products import _FILE, as_measured, attention_rate, product_rate
 
 pytestmark = pytest.mark.smoke
 H100, A100, V5P = (as_measured(CHIPS[name]) for name in ("h100", "a100", "v5p"))
@@ -48,6 +48,6 @@ def test_what_was_not_measured_keeps_its_peak():
     assert product_rate(H100, "float8") == 1402.6e12
     for chip, dtype in ((A100, "tf32"), (H100, "float64"), (V5P, "bfloat16")):
         assert product_rate(chip, dtype, (1, 256, 256, 256)) == chip.flops_per_s[dtype]
-    assert V5P == CHIPS["v5p"] and kernel_s(V5P) == 0 and memory_rate(V5P) == 2.765e12
-    assert kernel_s(H100) == 1e-6 and memory_rate(H100) == pytest.approx(0.92 * 3.35e12)
+    assert V5P == CHIPS["v5p"] and V5P.kernel_s == 0 and V5P.memory_bytes_per_s == 2.765e12
+    assert H100.kernel_s == 1e-6 and H100.memory_bytes_per_s == pytest.approx(0.92 * 3.35e12)
     assert attention_rate(H100, "bfloat16") < attention_rate(CHIPS["h100"], "bfloat16") == 989.4e12

@@ -1,7 +1,7 @@
 """Counts of a model: parameters, FLOPs, elements that tensor parallelism reduces, elements kept for the backward.
 
-All counts are for a forward pass and in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the
-backward takes two such products, for the gradients of the input and of the weight.
+All counts are of a forward, in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the backward has
+two such products, for the gradients of the input and of the weight.
 
 The feed-forward model has L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
 ``(f(x W1) * x W2) W3`` (k = 3). Tensor parallelism splits F, so each rank ends with its part of the sum over F: one
@@ -12,13 +12,12 @@ The transformer by default is that of ``jaxddp.models``: attention adds four D x
 with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
 inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
 the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 and 9.44 GB at 16 and 64
-sequences per device; the compiled step has 2.49 and 9.85 GB of temporaries.
+logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 GB at 16 sequences per
+device; the compiled step has 2.49 GB of temporaries.
 
 Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
 in the backward: 5 products there. Checkpointing (Korthikanti et al., MLSys 2023) computes activations again:
 
-    none        nothing                                       keeps all of the above
     selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
     full        the whole block                               keeps the block's input
 
@@ -49,15 +48,14 @@ class Attention(NamedTuple):
 
 @dataclass
 class Workload:
-    """Counts of one model; elements are per token of a forward."""
+    """Counts of one model; elements, and ``flops_per_token``, are per token of a forward."""
 
     tensors: Shapes  # names and shapes of the parameters, in forward order
     unit_tensors: tuple[int, ...]  # number of tensors of each unit that zero3 gathers at once
-    flops_per_token: int
     summed_per_token: int  # elements that tensor parallelism all-reduces
     kept_per_token: int  # elements kept for the backward in full on every tensor-parallel rank
     kept_cut_per_token: int  # those that are split over tensor-parallel ranks
-    products: tuple[tuple[int, int, int], ...] = ()  # how many matrices of inputs x outputs a token is multiplied with
+    products: tuple[tuple[int, int, int], ...]  # how many matrices of inputs x outputs a token is multiplied with
     attention: Attention | None = None
     moved_per_token: int = 0  # elements that memory-bound kernels of a fused forward read and write
     moved_unfused_per_token: int = 0
@@ -66,6 +64,8 @@ class Workload:
     def __post_init__(self) -> None:
         self.tensor_elements = [math.prod(shape) for _, shape in self.tensors]  # of each parameter, in forward order
         self.num_params = sum(self.tensor_elements)
+        products_flops = sum(2 * count * rows * columns for count, rows, columns in self.products)
+        self.flops_per_token = products_flops + (self.attention.flops_per_token if self.attention else 0)
         sizes = iter(self.tensor_elements)
         self.unit_params = [sum(itertools.islice(sizes, count)) for count in self.unit_tensors]  # of each unit
 
@@ -76,7 +76,6 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
     return Workload(
         tensors=tuple((f"blocks.{index}.{name}", shape) for index in range(num_blocks) for name, shape in block),
         unit_tensors=(num_matrices,) * num_blocks,
-        flops_per_token=2 * num_matrices * width * hidden * num_blocks,
         summed_per_token=width * num_blocks,
         kept_per_token=width * num_blocks,
         kept_cut_per_token=(hidden if num_matrices == 2 else 3 * hidden) * num_blocks,
@@ -107,11 +106,9 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    for name, given, known in (
-        ("attention", attention, ("full", "flash")), ("checkpointing", checkpointing, _RECOMPUTED),
-    ):  # fmt: skip
-        if given not in known:
-            raise ValueError(f"{name} (={given!r}) must be one of {', '.join(known)}")
+    if attention not in ("full", "flash") or checkpointing not in _RECOMPUTED:
+        names = f"full, flash, and of {', '.join(_RECOMPUTED)}"
+        raise ValueError(f"attention and checkpointing (={attention!r}, {checkpointing!r}) must be one of {names}")
     is_flash = attention == "flash"
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
@@ -123,7 +120,6 @@ def transformer(
     return Workload(
         tensors=(("embedding", (vocab, width)), *blocks, *last),
         unit_tensors=(1, *(len(block),) * num_layers, len(last)),
-        flops_per_token=sum(2 * count * rows * columns for count, rows, columns in products) + scores_flops,
         summed_per_token=mlp.summed_per_token + num_layers * width,
         kept_per_token=num_layers * kept + 2 * width,
         kept_cut_per_token=num_layers * kept_cut + vocab,
