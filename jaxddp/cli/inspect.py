@@ -53,7 +53,8 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        "folder of python -m benchmarks collectives, or a JSON file (default: as measured of the chip)")  # fmt: skip
+        "folder of python -m benchmarks collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: "
+        "as measured of the chip)")  # fmt: skip
     add("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
         "bfloat16 on TPUs; or bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
     add("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or its "
         "folder; collectives are held against --network-file or the links of --target, if one is given")  # fmt: skip
+    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--json", action="store_true", help="print one JSON object instead of the table; a picture only with --out")
     add("--out", metavar="DIR", help="folder for timeline.png (default: a new one under runs/)")
     parser.set_defaults(run=run)
@@ -78,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         of_compiling = ("model", "out", "batch_per_device", "compare", "bucket_mb", "trainer", "dtype")
         _check_left_out(arguments, "trace", "is what ran", *of_compiling)
         return show_trace(arguments)
+    if arguments.write_network is not None:
+        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     folder = _folder(arguments)
     inspections = _inspected(arguments)
     if folder is not None:

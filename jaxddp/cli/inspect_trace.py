@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,13 +24,18 @@ _LEGEND = (
 
 
 def show_trace(arguments: argparse.Namespace) -> None:
-    """Reads the profile and prints tables or one JSON object."""
+    """Reads the profile and prints tables or one JSON object; writes the file for ``--network-file`` if asked."""
     network, words = _network(arguments)
     trace = read_trace(arguments.trace)
     kinds, devices, collectives = trace.kinds(), trace.overlaps(), trace.collectives()
     if not collectives:
         said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
         raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
+    if arguments.write_network is not None:
+        path = Path(arguments.write_network)
+        if path.exists():
+            raise ValueError(f"write_network (={path}) must not exist: nothing is overwritten")
+        path.write_text(json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1) + "\n")
     rows = [_row(one, network) for one in collectives]
     found = {
         "devices": {device: one._asdict() for device, one in devices.items()},

@@ -33,8 +33,10 @@ def profile(tmp_path_factory):
     return folder
 
 
-def test_a_profile_of_jax_is_held_against_a_network(profile, capsys):
-    assert main(["inspect", *f"--trace {profile} --target h100:2 --json".split()]) == 0
+def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsys, tmp_path):
+    written = tmp_path / "network.json"
+    options = f"--trace {profile} --target h100:2 --json --write-network {written}"
+    assert main(["inspect", *options.split()]) == 0
     output = capsys.readouterr()
     assert output.err == ""
     found = json.loads(output.out)
@@ -46,12 +48,14 @@ def test_a_profile_of_jax_is_held_against_a_network(profile, capsys):
     assert found["kinds"]["products"]["events"] >= 6
     for one in found["devices"].values():
         assert 0 < one["exposed_us"] <= one["communication_us"] < one["span_us"]
+    curve = json.loads(written.read_text())["us"]["all-reduce"]["2"]
+    assert [size for size, _ in curve] == [*SIZES]
 
-    assert main(["inspect", "--trace", str(profile), "--network-file", "measured", "--target", "h100:2"]) == 0
+    assert main(["inspect", "--trace", str(profile), "--network-file", str(written)]) == 0
     out = capsys.readouterr().out
-    assert "as measured, XLA's own table" in " ".join(out.split())  # wherever lines are broken
-    ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce")]
-    assert all(float(ratio) > 0 for ratio in ratios[-2:])
+    assert f"as measured, {written}" in " ".join(out.split())  # wherever lines are broken
+    ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce") and "iB" in line]
+    assert ratios[-1] == "1.00"
 
 
 def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, capsys, tmp_path):
@@ -62,6 +66,8 @@ def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, ca
         ("--trace", tmp_path / "one.json"): "must hold collectives: it has 0.004 ms of products",
         ("--trace", profile, "--compare", "zero1"): "compare (=['zero1']) must be left out with --trace",
         ("--trace", profile, "--network-file", "measured"): "must come with --target",
+        ("--trace", profile, "--write-network", tmp_path / "one.json"): "must not exist: nothing is overwritten",
+        ("--write-network", tmp_path / "new.json"): "must come with --trace",
     }.items():
         assert main(["inspect", *map(str, options)]) == 2
         output = capsys.readouterr()

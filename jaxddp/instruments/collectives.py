@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..table import table
 from . import targets
+from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -107,7 +108,6 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     Raises:
         ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
-        OSError: If there is no such file.
     """
     mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
@@ -120,10 +120,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:
-        compiled = program.compile() if hasattr(program, "compile") else program
-        if isinstance(program, (str, os.PathLike)):
-            is_text = str(program).lstrip().startswith("HloModule")
-            compiled = str(program).lstrip() if is_text else Path(program).read_text()
+        compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
     for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
@@ -132,6 +129,19 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
+
+
+def _text_of(program: Any) -> Any:
+    """A compiled program as it is; the text of a file."""
+    if not isinstance(program, (str, os.PathLike)):
+        return program
+    if str(program).lstrip().startswith("HloModule"):
+        return str(program).lstrip()
+    try:
+        return Path(program).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        text = getattr(error, "strerror", None) or "it is no text"
+        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
 
 
 def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any) -> Iterator[Found]:

@@ -172,6 +172,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
     ("program", "args", "options", "said"),
     [
         (3, (), {}, "program"),
+        ("no/such/file", (), {}, "program"),
         ("HloModule m\n\nENTRY %main () -> f32[] {\n}\n", (), {}, "scheduled"),
         ("HloModule m", (1,), {}, "args"),
         (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),

@@ -128,6 +128,8 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """``file:line`` of the code that made an instruction; empty if not said."""
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.sources.get(int(said[1]), "") if said else ""
 

@@ -6,20 +6,22 @@ longer. A start queues its collective on the communication stream, where one run
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-Rates are those of ``planning.products``. A roofline (Williams et al., CACM 2009) knows no caches. No strategy and no
-schedule can take less time than
+Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
+their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) knows no caches.
+
+The bound is the least time that a step can take on a device and a network, for any strategy and schedule:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 
-since nothing can be sent before the first gradient exists, and everything has to be sent; ZeRO's halves send the same.
-All but the last come from the step compiled without communication, so slower compute cannot buy overlap.
+Nothing can be sent before the first gradient exists, and everything has to be sent; ZeRO's halves send the same.
+Compute, forward and first gradient come from the same step compiled without communication, so slower compute cannot buy
+overlap.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..network import Network
 from ..planning.chips import Chip
@@ -30,7 +32,8 @@ from .work import MatmulKind, Work
 _CHIP_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Something that takes time."""
 
     name: str
@@ -42,7 +45,8 @@ class Span(NamedTuple):
     op_name: str = ""
 
 
-class Simulation(NamedTuple):
+@dataclass(frozen=True)
+class Simulation:
     """A simulated step."""
 
     spans: tuple[Span, ...]  # sorted by start; gaps in the compute lane are waits for communication
@@ -67,11 +71,11 @@ def operation_seconds(operation: Operation, chip: Chip) -> float:
 
 def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
     """The dtype in which a chip multiplies, and in how many products: float32 by default in TF32, or in bfloat16."""
-    if kind.dtype != "f32":
-        return "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32"), 1
-    if kind.precision == "highest" and chip.platform == "gpu":
-        return "float32", 1  # no tensor cores
-    return chip.matmul_float32, {"default": 1, "high": 3, "highest": 6}[kind.precision]
+    if kind.dtype == "f32":
+        if kind.precision == "highest" and chip.platform == "gpu":
+            return "float32", 1  # no tensor cores
+        return chip.matmul_float32, {"default": 1, "high": 3, "highest": 6}[kind.precision]
+    return "float8" if kind.dtype.startswith("f8") else _CHIP_DTYPES.get(kind.dtype, "float32"), 1
 
 
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
@@ -97,8 +101,9 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
                 spans.append(Span(one.name, "compute", one.phase, start, now, num_bytes, one.op_name))
             if sent := one.starts:
                 start = max(now, network_free_s)
-                end_s[one.name] = end = network_free_s = start + sent.seconds(network)
-                spans.append(Span(one.name, "communication", sent.kind, start, end, sent.num_bytes, sent.op_name))
+                end_s[one.name] = network_free_s = start + sent.seconds(network)
+                ran = "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name
+                spans.append(Span(one.name, *ran))
             now = max(now, end_s.get(one.waits_for, 0.0))
 
     run(schedule.operations)

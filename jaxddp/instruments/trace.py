@@ -18,10 +18,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..network import KINDS
 from .hlo import HLOError
 from .schedule import Operation, read_schedule
 
@@ -126,6 +127,19 @@ class Trace:
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
         keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
         return [Alike(*key, tuple(times[key])) for key in keys]
+
+    def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
+        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
+        sized = [one for one in self.collectives() if one.kind in KINDS and one.num_bytes and (one.num_ranks or 0) > 1]
+        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one.kind, one.num_ranks)):
+            sizes, times = zip(*((one.num_bytes, min(one.times_us)) for one in alike), strict=True)
+            curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
+            if curve[-1][1] > curve[0][1] > 0:
+                found[kind][str(num_ranks)] = curve
+        if not found:
+            raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
+        return found
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -18,7 +18,8 @@ hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one r
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-Rings: Patarasuk and Yuan, JPDC 2009.
+A fabric that was measured has a table in place of this formula; for other numbers of hosts its times grow as the
+formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Network:
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
+    fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
+    host_latency_us: float = HOST_LATENCY_US  # that a call over several hosts adds to a curve
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -103,9 +106,12 @@ class Network:
             return max(within_s, self.sent_bytes(kind, num_bytes, group)[1] / self._host_bytes_per_s)
         if local == len(group):
             return within_s
-        hosts, num_ranks = len(group) / local, len(group)
-        share = (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
-        return max(within_s, share * num_bytes / self._host_bytes_per_s) + HOST_LATENCY_US * 1e-6
+        share = _between_share(kind, local, len(group))
+        if table := self._over_hosts(kind):
+            (hosts, rows), *_ = table.items()
+            measured = _between_share(kind, local, hosts * (self.devices_per_host or 1))
+            return _at_size(rows, num_bytes) * (share / measured)
+        return max(within_s, share * num_bytes / self._host_bytes_per_s) + self.host_latency_us * 1e-6
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
@@ -117,11 +123,16 @@ class Network:
         if local == len(group):
             if local not in curves:
                 return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
-            (first, _), *_, (last, _) = curves[local]
-            beyond = f"{kind} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
-            return "" if first <= num_bytes <= last else beyond
-        speed = f"{self._host_bytes_per_s / GB:g} GB/s and {HOST_LATENCY_US:g} us"
-        return f"{kind} between hosts was not measured: {speed} are assumed"
+            return _beyond(kind, curves[local], num_bytes)
+        if not (table := self._over_hosts(kind)):
+            speed = f"{self._host_bytes_per_s / GB:g} GB/s and {self.host_latency_us:g} us"
+            return f"{kind} between hosts was not measured: {speed} are assumed"
+        (hosts, rows), *_ = table.items()
+        if len(group) != hosts * local:
+            return f"{kind} was measured over {hosts} hosts, not over {len(group) / local:g}"
+        if said := _beyond(f"{kind} over hosts", rows, num_bytes):
+            return said
+        return "" if kind in self.fabric else f"{kind} over hosts is taken as an all-gather"
 
     @property
     def _host_bytes_per_s(self) -> float:
@@ -130,10 +141,27 @@ class Network:
     def _curves(self, kind: str) -> Mapping[int, Rows]:
         return self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {})
 
+    def _over_hosts(self, kind: str) -> Mapping[int, Rows]:
+        """The fabric's table of a kind by the number of hosts; a reduce-scatter without one has an all-gather's."""
+        return self.fabric.get(kind) or self.fabric.get("all-gather" if kind == "reduce-scatter" else kind, {})
+
     def _by_host(self, group: Sequence[int]) -> list[int]:
         """How many devices of the group are on each of its hosts."""
         per_host = self.devices_per_host or max(group) + 1
         return list(Counter(device // per_host for device in group).values())
+
+
+def _between_share(kind: str, local: int, num_ranks: int) -> float:
+    """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
+    hosts = num_ranks / local
+    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
+
+
+def _beyond(what: str, rows: Rows, num_bytes: float) -> str:
+    first, last = rows[0][0], rows[-1][0]
+    if first <= num_bytes <= last:
+        return ""
+    return f"{what} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
 
 
 def _at_size(rows: Rows, num_bytes: float) -> float:

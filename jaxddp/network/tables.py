@@ -1,4 +1,4 @@
-"""Measured times of collectives: those of chips that the package has, and files of others."""
+"""Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
 from __future__ import annotations
 
@@ -23,33 +23,43 @@ _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
+def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
         spec: Chip and devices, or hosts x devices.
         host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
+        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
-        ValueError: If nothing was measured for the chip.
+        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
     parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
     if parts is None:
         raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
     chip, hosts, devices = parts.groups()
     if not is_measured(chip):
-        known = ", ".join(_measurements())
+        known = ", ".join(_measurements()["us"])
         raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {known}")
+    network = _of_rows(*_rows_of_chip(chip, without_own))
+    if fabric:
+        fabrics = _measurements()["fabrics"]
+        table = fabrics.get(fabric, {"chip": ""})
+        if chip != table["chip"] or int(devices) != table["devices_per_host"]:
+            known = ", ".join(f"{name} of {one['chip']}:{one['devices_per_host']}" for name, one in fabrics.items())
+            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: {known}")
+        between = _of_rows(_rows_of_table(table["us"]), fabric)
+        network = replace(network, fabric=between.curves, source=f"{network.source}, over hosts {table['source']}")
+        host_gb_per_s = host_gb_per_s or table["gb_per_s"]
     if hosts not in (None, "1") and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
-    network = _of_rows(*_rows_of_chip(chip, without_own))
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=int(devices))
 
 
 def is_measured(chip: str) -> bool:
     """Whether ``measured`` knows a chip."""
-    return chip in _measurements()
+    return chip in _measurements()["us"]
 
 
 def from_file(path: str | Path) -> Network:
@@ -78,7 +88,7 @@ def from_file(path: str | Path) -> Network:
 
 def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
     """A chip's rows, and where they come from."""
-    tables = _measurements()
+    tables = _measurements()["us"]
     if chip not in _LIKE:
         return _rows_of_table(tables[chip]), f"XLA's own table of one host with {chip.upper()}"
     like, ratio = _LIKE[chip]
@@ -96,7 +106,7 @@ def _rows_of_chip(chip: str, without_own: bool) -> tuple[list[_Row], str]:
 
 @cache
 def _measurements() -> Any:
-    return json.loads(_MEASURED.read_text())["us"]
+    return json.loads(_MEASURED.read_text())
 
 
 def _rows_of_table(table: Any) -> list[_Row]:

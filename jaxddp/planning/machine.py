@@ -38,7 +38,7 @@ def network_of(
 
     A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
     None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
-    ``"measured"`` for the chip's own.
+    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
@@ -51,8 +51,11 @@ def network_of(
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
     if gb_per_s is not None:
         raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
-    found = measured(target.spec, host_gb_per_s=between) if file == "measured" else from_file(file)
-    return replace(found, host_gb_per_s=between, devices_per_host=per_host)
+    name, _, fabric = file.partition(":")
+    if name == "measured":
+        found = measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
+        return replace(found, devices_per_host=per_host)
+    return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:
