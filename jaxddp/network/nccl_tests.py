@@ -1,4 +1,4 @@
-"""What NVIDIA's nccl-tests print: the time of a collective by size.
+"""What NVIDIA's nccl-tests print, or write as JSON (``-J``): the time of a collective by size.
 
     all_reduce_perf -b 1M -e 8G -f 2 -g 8
 
@@ -12,10 +12,11 @@ A text may hold the output of several programs, and its lines what launchers put
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROGRAMS = {
     f"{name}_perf": name.replace("sendrecv", "send_recv")
@@ -50,19 +51,35 @@ class Output:
 
 
 def read_file(path: str | Path) -> list[Output]:
-    """Reads what programs printed; a ValueError if it is no such output, or is cut."""
-    named = _PROGRAM.search(Path(path).name)
-    collective = PROGRAMS[named[1]] if named else ""  # of programs that do not name themselves
+    """Reads what programs printed, or one wrote as JSON; a ValueError if it is not such output, or is cut."""
+    text, named = Path(path).read_text(errors="replace"), _PROGRAM.search(Path(path).name)
+    try:
+        if text.lstrip().startswith("{"):
+            found = [_of_json(json.loads(text))]
+        else:
+            found = read_text(text, PROGRAMS[named[1]] if named else "")
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"file {str(path)!r} must be what nccl-tests wrote as JSON: {error!r}") from error
+    for output in found:
+        parts = {"the name of its program": output.collective, "a line for each rank": output.gpus,
+                 "a line of a size": output.lines}  # fmt: skip
+        if missing := [name for name, part in parts.items() if not part]:
+            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing[0]}")
+    return found
+
+
+def read_text(text: str, collective: str) -> list[Output]:
+    """Divides a text into the outputs of programs; ``collective`` is of those that do not name themselves."""
     found = [Output(collective)]
-    for line in Path(path).read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         if _CONCLUDED in line:  # the last line of one, which names its program again
             continue
-        program = _PROGRAM.search(line)
-        if (program or "# nThread" in line) and (found[-1].gpus or found[-1].lines):
-            found.append(Output(collective))
         current = found[-1]
-        if program:
-            current.collective = PROGRAMS[program[1]]
+        named = _PROGRAM.search(line)
+        if (named or "# nThread" in line) and (current.gpus or current.lines):
+            found.append(current := Output(collective))
+        if named:
+            current.collective = PROGRAMS[named[1]]
         elif rank := _RANK.search(line):
             current.gpus[rank[1]] = rank[3] or ""
             current.hosts.add(rank[2] or "")
@@ -71,9 +88,19 @@ def read_file(path: str | Path) -> list[Output]:
         elif size := _SIZE.search(line):
             num_wrong = int(size[4]) if size[4].isdigit() else 0
             current.lines.append(Line(int(size[1]), size[2], float(size[3]), num_wrong))
-    for output in found:
-        parts = {"the name of its program": output.collective, "a line for each rank": output.gpus,
-                 "a line of a size": output.lines}  # fmt: skip
-        if missing := [name for name, part in parts.items() if not part]:
-            raise ValueError(f"file {str(path)!r} must be what nccl-tests printed, and lacks {missing[0]}")
     return found
+
+
+def _of_json(found: Any) -> Output:
+    """The output of one program; without MPI its list of devices ends with the first."""
+    program = _PROGRAM.search(" ".join(found["args"][:1]))
+    config, devices = found["config"], found["config"]["devices"]
+    names = [one["device_info"] for one in devices for _ in range(config["nthreads"] * config["ngpus"])]
+    lines = [
+        Line(row["size"], row["type"], float(row["out_of_place"]["time"]), int(row["out_of_place"]["nwrong"] or 0))
+        for row in found["results"] if row["out_of_place"]
+    ]  # fmt: skip
+    return Output(
+        PROGRAMS[program[1]] if program else "", {str(rank): name for rank, name in enumerate(names)},
+        {one["hostname"] for one in devices}, lines, int(found["out_of_bounds"]["count"]),
+    )  # fmt: skip

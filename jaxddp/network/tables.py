@@ -8,12 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from . import nccl_tests
-from .curves import GB, KINDS, Network, bus_factor
+from .curves import GB, KINDS, Network, Rows, bus_factor
 
 _Row = tuple[str, int, float, float]  # kind, ranks, bytes of the full buffer, seconds
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
@@ -65,8 +64,9 @@ def is_measured(chip: str) -> bool:
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed, a run folder of ``python -m benchmarks collectives``, its ``metrics.jsonl``, or
-    a JSON object of times of full buffers: ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
+    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives``,
+    its ``metrics.jsonl``, or a JSON object of times of full buffers:
+    ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
 
     Raises:
         ValueError: If it holds no such rows, a single size, or times that do not grow.
@@ -77,10 +77,10 @@ def from_file(path: str | Path) -> Network:
         text = file.read_text(errors="replace")
         if file.suffix == ".jsonl":
             rows = _rows_of_run(json.loads(line) for line in text.splitlines() if line.strip())
-        elif text.lstrip().startswith("{"):
-            rows = _rows_of_table(json.loads(text)["us"])
         else:
-            rows = _rows_of_outputs(nccl_tests.read_file(file))
+            table: Any = json.loads(text) if text.lstrip().startswith("{") else {"results": None}
+            is_ours = "results" not in table
+            rows = _rows_of_table(table["us"]) if is_ours else _rows_of_outputs(nccl_tests.read_file(file))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_rows(rows, str(path))
@@ -126,29 +126,32 @@ def _rows_of_outputs(outputs: Sequence[nccl_tests.Output]) -> list[_Row]:
 
 
 def _rows_of_run(rows: Iterable[Any]) -> list[_Row]:
+    right = (row for row in rows if row.get("check") == "ok" and row.get("collective") and row.get("median_ms"))
     return [
         (row["collective"].replace("_", "-"), int(row["num_ranks"]), float(row["size_bytes"]), row["median_ms"] * 1e-3)
-        for row in rows if row.get("check") == "ok" and row.get("collective") and row.get("median_ms")
-    ]  # fmt: skip
+        for row in right
+    ]
 
 
 def _of_rows(rows: Sequence[_Row], source: str) -> Network:
     """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
-    curves: dict[str, dict[int, Any]] = defaultdict(dict)
-    known = [row for row in rows if row[0] in KINDS]
-    if not known:
+    curves: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
+    for kind, ranks, size, seconds in rows:
+        if kind in KINDS:
+            curves[kind, ranks][size] = min(seconds, curves[kind, ranks].get(size, seconds))
+    if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
-    for (kind, ranks), some in groupby(sorted(known), key=lambda row: row[:2]):
-        times = {size: seconds for *_, size, seconds in reversed([*some])}  # the shortest of each size, the last one
-        curve = curves[kind][ranks] = tuple(sorted(times.items()))
+    found: dict[str, dict[int, Rows]] = defaultdict(dict)
+    for (kind, ranks), times in sorted(curves.items()):
+        curve = found[kind][ranks] = tuple(sorted(times.items()))
         if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-    kind, ranks = max(((row[0], row[1]) for row in known), key=lambda key: (key[0] == "all-reduce", key[1]))
+    kind, ranks = max(curves, key=lambda key: (key[0] == "all-reduce", key[1]))
     # The rate of the largest size, and what the smallest from 1 MiB up takes beyond its bytes at that rate.
-    *smaller, (size, seconds) = curves[kind][ranks]
+    *smaller, (size, seconds) = found[kind][ranks]
     bytes_per_s = bus_factor(kind, ranks) * size / seconds
     if bytes_per_s > _FASTEST_GB_PER_S * GB:
         raise ValueError(f"{source}: times must be microseconds: {bytes_per_s / GB:,.0f} GB/s a rank is no network")
     small, small_s = next((row for row in smaller if row[0] >= 2**20), smaller[0])
     latency_us = max(small_s - seconds * small / size, 0.0) * 1e6
-    return Network(bytes_per_s / GB, latency_us, curves=dict(curves), source=source)
+    return Network(bytes_per_s / GB, latency_us, curves=dict(found), source=source)
