@@ -41,6 +41,7 @@ class Collective:
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
+    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
     pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
     dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
@@ -212,9 +213,13 @@ class _Reader:
         inner = found[0]
         # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
         origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
+        # On TPUs the emitter of a fusion that wraps the collective.
+        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
+        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
         return Collective(
             _kind(inner), _full_bytes(inner), self._group(inner),
             is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
+            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ..network import Network
 from ..planning.chips import Chip
-from ..planning.products import product_rate
+from ..planning.products import attention_rate, product_rate
 from .schedule import Operation, Schedule
 from .work import MatmulKind, Work
 
@@ -81,6 +81,8 @@ def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
     """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
     dtype, count = product_dtype(kind, chip)
+    if kind.is_attention:
+        return attention_rate(chip, dtype)
     return product_rate(chip, dtype, kind.shape) / count  # type: ignore[arg-type]
 
 

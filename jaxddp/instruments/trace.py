@@ -1,6 +1,6 @@
 """Reads a profile that somebody took of a run: its collectives and kernels, and how much communication was exposed.
 
-    jax.profiler          *.xplane.pb
+    jax.profiler          *.xplane.pb, or its trace.json.gz
     torch.profiler        trace.json or trace.json.gz of Kineto
 
 Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -150,7 +150,7 @@ def read_trace(path: str | Path) -> Trace:
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = (_of_xplane if file.name.endswith(".pb") else _of_kineto)(file)
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -163,33 +163,36 @@ def read_trace(path: str | Path) -> Trace:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # JAX writes the second as well, which is not read
+    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # of JAX, the first has more
         if found := sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime):
             return sorted(file for file in found if file.parent == found[-1].parent)
     raise ValueError(f"profile (={str(path)}) must be a profile or hold one: *.xplane.pb, *.json.gz or *.json")
 
 
 def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
-    """What accelerators did, or XLA on CPUs if there are none."""
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    found = [
-        (plane.name, line.name, event, dict(event.stats))
+    return _of_jax([
+        (plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes for line in plane.lines for event in line.events
-    ]  # fmt: skip
+    ], data)  # fmt: skip
+
+
+def _of_jax(found: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
+    """What accelerators did, or XLA on CPUs if there are none; ``data`` may hold their programs."""
     ran = [one for one in found if _is_of_device(*one[:2])] or [
-        (f"CPU {stats.get('device_ordinal', 0)}", line, event, stats)
-        for plane, line, event, stats in found if plane == "/host:CPU" and "hlo_op" in stats
+        (f"CPU {stats.get('device_ordinal', 0)}", line, *event, stats)
+        for plane, line, *event, stats in found if plane == "/host:CPU" and "hlo_op" in stats
     ]  # fmt: skip
     names = [f"{stats.get('hlo_module')}({stats.get('program_id')})" for *_, stats in ran]
     programs, notes = _programs(data, {*names})
     events = []
-    for name, (device, line, event, stats) in zip(names, ran, strict=True):
-        op, start_us = str(stats.get("hlo_op", event.name)), event.start_ns / 1e3
-        kind = _kind(event.name, op)
-        made = Event(device, line, event.name, start_us, start_us + event.duration_ns / 1e3, kind)
-        known = programs.get(name, {}).get(op)
+    for program, (device, line, name, start_us, for_us, stats) in zip(names, ran, strict=True):
+        op = str(stats.get("hlo_op", name))
+        kind = _kind(name, op)
+        made = Event(device, line, name, start_us, start_us + for_us, kind)
+        known = programs.get(program, {}).get(op)
         if known and kind != COPIES and (one := known.starts):
             made = made._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
         elif known and kind != COPIES and known.total_work.matmul_flops:
@@ -252,11 +255,25 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
     return found
 
 
-def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
-    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
+def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
         about = json.load(text)
     ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
+    if ran:
+        return _of_kineto(about, ran), []
+    named: dict[Any, str] = {}  # planes and lines of JAX's
+    for each in about["traceEvents"]:
+        if each.get("name") in ("process_name", "thread_name"):
+            named[each["pid"], each.get("tid") if each["name"] == "thread_name" else None] = each["args"]["name"]
+    return _of_jax([
+        (named.get((each["pid"], None), ""), named.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
+         each.get("dur", 0.0), each.get("args", {}))
+        for each in about["traceEvents"] if each.get("ph") == "X"
+    ], b"")  # fmt: skip
+
+
+def _of_kineto(about: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
     on_gpus = [each for each in ran if each["cat"].lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
     job, events = about.get("distributedInfo") or {}, []
     world_size = job.get("world_size") if job.get("pg_count", 1) == 1 else None
@@ -269,7 +286,7 @@ def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
             num_ranks = args.get("Group size", world_size)
             event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
         events.append(event)
-    return events, []
+    return events
 
 
 def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> int | None:

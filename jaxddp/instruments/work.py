@@ -7,7 +7,7 @@
     fusion            FLOPs of its instructions; bytes of its inputs and outputs, since intermediates stay on chip
     loop              body and condition, times the trip count
     asynchronous      counted at the start; collectives count nothing
-    library calls     as products and convolutions; others, such as cuDNN's attention, bytes alone, with a note
+    library calls     as products, convolutions and attention; others bytes alone, with a note
 
 An array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
 update what it writes; what a TPU keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a
@@ -21,7 +21,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class MatmulKind(NamedTuple):
     dtype: str  # of the factors, in HLO's spelling
     precision: str  # "default", "high" or "highest"
     shape: tuple[int, ...] = ()  # batch, rows, columns, contracted; empty for convolutions
+    is_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class WorkCounter:
             return _matmul(instruction)
         if called.startswith(_CONVOLUTIONS):
             return _convolution(instruction)
+        if called.startswith("__cudnn$fmha") and len(scores := instruction.integers("dimensions")) == 4:
+            return _attention(instruction, scores)
         if opcode == "fusion":  # only elements that are used are computed
             return sum(
                 (self.arithmetic(called[name]).times(share)
@@ -254,6 +257,15 @@ def _matmul(product: Instruction) -> Work:
     rows = left.num_elements // max(1, batch * contracted)
     shape = (batch, rows, num_results // max(1, batch * rows), contracted)
     return Work({_matmul_kind(product)._replace(shape=shape): 2.0 * num_results * contracted})
+
+
+def _attention(call: Instruction, scores: Sequence[int]) -> Work:
+    """CuDNN's attention: two products of the forward, five of the backward; half of each if it is causal."""
+    batch, heads, num_queries, _ = scores
+    width = call.inputs[0].arrays[0].num_elements / (batch * heads * num_queries)
+    products = 5 if "Backward" in call.attribute("custom_call_target") else 2
+    visible = 0.5 if "CAUSAL" in call.attributes else 1.0
+    return Work({_matmul_kind(call)._replace(is_attention=True): products * visible * 2.0 * math.prod(scores) * width})
 
 
 def _convolution(convolution: Instruction) -> Work:

@@ -218,6 +218,19 @@ def test_matrix_products_of_libraries():
     assert work(p("bf16[8,4]", "bf16[8,6]"), gemm) == Work({kind: 2 * 24 * 8}, 0, (32 + 48 + 24) * 2)
 
 
+@pytest.mark.parametrize(("target", "mask", "flops"), [("Softmax", "NO_MASK", 4), ("SoftmaxBackward", "CAUSAL", 5)])
+def test_cudnns_attention_is_counted_by_the_shape_of_its_scores(target, mask, flops):
+    """Two batches of 3 heads, 16 queries and 32 keys of width 8: products of 2 x 2 x 3 x 16 x 32 x 8 FLOPs."""
+    call = (
+        f'ROOT %y = (bf16[2,16,3,8], u8[0]{{0}}) custom-call(%p0, %p1, %p1), custom_call_target="__cudnn$fmha{target}",'
+        ' backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":'
+        f'["2","3","16","32"]}},"is_flash_attention":true,"mask_type":"{mask}"}}}}'
+    )
+    kind = BF16._replace(is_attention=True)
+    counted = work(p("bf16[2,16,3,8]", "bf16[2,32,3,8]"), call)
+    assert counted.matmul_flops == {kind: flops * 2 * 3 * 16 * 32 * 8} and counted.vector_flops == 0
+
+
 def test_convolutions():
     # Rows: 4 outputs of stride 2 over 7 with one row of padding before: windows of 3 meet 2, 3, 3, 2 rows (the last has
     # one below the image). Columns: window 1. 2 * (10 pairs * 5 columns) * 2 images * 6 features out * 3 in.
