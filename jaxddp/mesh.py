@@ -65,15 +65,11 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
         num_ranks = len(found)
     num_ranks = check_integer("num_ranks", num_ranks)
     if num_ranks > len(found):
-        raise ValueError(
-            f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform});"
-            f" to simulate them, call jaxddp.simulate_devices({num_ranks}) before JAX starts, or say --simulate"
-        )
+        there = f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform})"
+        raise ValueError(f"{there}; jaxddp.simulate_devices({num_ranks}) before JAX starts, or --simulate, makes them")
     if num_ranks < len(found) and jax.process_count() > 1:
-        raise ValueError(
-            f"num_ranks (={num_ranks}) must be all devices of the {jax.process_count()} processes (={len(found)}):"
-            " a process without a rank would wait for the others for ever"
-        )
+        there = f"num_ranks (={num_ranks}) must be all devices of the {jax.process_count()} processes (={len(found)})"
+        raise ValueError(f"{there}: a process without a rank would wait for the others for ever")
     sizes = axes_of_ranks(num_ranks, axis, replicas)
     types = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=found[:num_ranks])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
@@ -67,10 +66,8 @@ def gpus() -> list[Gpu]:
 
 def nvidia_smi(*arguments: str) -> str | None:
     """What ``nvidia-smi`` prints; None where it is missing, fails or hangs."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
