@@ -61,7 +61,6 @@ def interpret(
     jaxpr = program.jaxpr
     values = dict(zip(jaxpr.invars, args, strict=True))
     values |= {var: constant(array, var) for var, array in zip(jaxpr.constvars, program.consts, strict=True)}
-
     for equation in jaxpr.eqns:
         inputs = [constant(one.val, one) if isinstance(one, core.Literal) else values[one] for one in equation.invars]
         if equation.primitive.name in entered:

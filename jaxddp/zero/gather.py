@@ -238,38 +238,28 @@ def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax
     return put(arrays, places, found), token
 
 
-@jax.custom_vjp
-def _wait(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Arrays wait for the token; in the backward, the token for the gradients of the arrays."""
+def _barrier(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return lax.optimization_barrier((arrays, token))
-
-
-_wait.defvjp(lambda arrays, token: (_wait(arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
-
-
-@jax.custom_vjp
-def _give_back(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The arrays; in the backward, the gradient of the token is a zero that waits for theirs."""
-    return arrays, token
-
-
-_give_back.defvjp(lambda arrays, token: ((arrays, token), None), lambda _, grads: lax.optimization_barrier(grads))
-
-
-@jax.custom_vjp
-def _release(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The token waits for the arrays; in the backward, the gradients of the arrays for the token."""
-    return lax.optimization_barrier((arrays, token))
-
-
-def _hold(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The arrays wait for the token."""
-    return _use(*lax.optimization_barrier((arrays, token)))
-
-
-_release.defvjp(lambda arrays, token: (_release(arrays, token), None), lambda _, grads: _hold(*grads))
 
 
 def _use(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     # XLA drops unused barrier outputs, so the token is used; one of the arrays will do. It gets no gradient.
     return [array + lax.stop_gradient(token).astype(array.dtype) for array in arrays[:1]] + arrays[1:], token
+
+
+def _hold(arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The arrays wait for the token."""
+    return _use(*_barrier(arrays, token))
+
+
+def _linked(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays and a token, whose gradients are what another one gives of theirs."""
+    linked = jax.custom_vjp(forward)
+    linked.defvjp(lambda arrays, token: (forward(arrays, token), None), lambda _, grads: backward(*grads))
+    return linked
+
+
+_wait = _linked(_barrier, _barrier)  # arrays wait for the token; in the backward, the token for their gradients
+_release = _linked(_barrier, _hold)  # the token waits for arrays; in the backward, their gradients for the token
+# In the backward, the gradient of the token is a zero that waits for those of the arrays.
+_give_back = _linked(lambda arrays, token: (arrays, token), _barrier)
