@@ -22,7 +22,7 @@ import numpy as np
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, HLOError, Instruction, Module, parse_module
-from .work import Work, WorkCounter
+from .work import Work, arithmetic, trips, work_of
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
@@ -156,7 +156,7 @@ def read_schedule(compiled: Any) -> Schedule:
         found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
         raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
-    return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
+    return Schedule(operations, reader.num_devices, tuple(reader.module.notes), memory)
 
 
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
@@ -169,7 +169,6 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.counter = WorkCounter()
         counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]
         self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
 
@@ -184,7 +183,7 @@ class _Reader:
         make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
         if opcode in ("while", "call") and any(_kind(one) or one.opcode in _TRANSFERS for one in instruction.within()):
             body = sum(map(self.read, instruction.called), ())
-            return make(body=body, trips=self.counter.trips(instruction), is_loop=opcode == "while")
+            return make(body=body, trips=trips(instruction), is_loop=opcode == "while")
         if opcode.endswith("-done"):
             start = instruction
             while start.operands and start.opcode.endswith(("-done", "-update")):
@@ -192,7 +191,7 @@ class _Reader:
             if start.name in collectives:
                 return make(waits_for=start.name)
         is_waited_for = name in collectives and not opcode.endswith("-start")
-        work, starts = self.counter.of(instruction), collectives.get(name)
+        work, starts = work_of(instruction), collectives.get(name)
         return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
     def _collective(self, instruction: Instruction) -> Collective | None:
@@ -200,14 +199,14 @@ class _Reader:
         if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
             return None
         if instruction.opcode in _TRANSFERS:
-            self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
+            self.module.notes[f"{instruction.opcode} {instruction.name}: what it transfers is not counted"] = None
             return None
         found = [inner for inner in instruction.within() if _kind(inner)]
         if not found:
             return None
         if len(found) > 1 and not _kind(instruction):
             named = f"{instruction.opcode} {instruction.name}"
-            self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
+            self.module.notes[f"{named}: holds {len(found)} collectives, only the first is counted"] = None
         inner = found[0]
         # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
         origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
@@ -217,7 +216,7 @@ class _Reader:
             op_name=next((one.op_name for one in origins if one.op_name), ""),
             pairs=_pairs(inner),
             dtype=inner.arrays[0].dtype if inner.arrays else "",
-            source=next(filter(None, map(self.module.source, origins)), ""),
+            source=next(filter(None, (one.source for one in origins)), ""),
             is_conditional=instruction.opcode == "conditional",
         )  # fmt: skip
 
@@ -238,7 +237,7 @@ class _Reader:
             if pairs := _pairs(collective):
                 return tuple(sorted({device for pair in pairs for device in pair}))
             if printed and not printed.startswith("{}"):
-                self.counter.note(f"collective {collective.name}: group not understood, all devices are assumed")
+                self.module.notes[f"collective {collective.name}: group not understood, all devices are assumed"] = None
             return tuple(range(self.num_devices))
         if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
             raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
@@ -268,7 +267,7 @@ class _Reader:
             if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
                 continue
             if phase := phase_of_name(inner.op_name):
-                flops[phase] += self.counter.arithmetic(inner).flops
+                flops[phase] += arithmetic(inner).flops
         if not any(flops.values()):
             return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
         return max(flops, key=lambda phase: flops[phase])
