@@ -131,7 +131,11 @@ class Module:
     sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
     computations: dict[str, Computation] = field(default_factory=dict)
     entry: Computation = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)  # what its readers could not read, in words
+    notes: list[str] = field(default_factory=list)  # what its readers could not read, in words
+
+    def __post_init__(self) -> None:
+        counts = [re.search(rf"{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
+        self.num_devices = math.prod(int(count[1]) if count else 1 for count in counts)  # that it was compiled for
 
 
 class HLOError(ValueError):

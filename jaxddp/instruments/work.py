@@ -110,7 +110,7 @@ def trips(caller: Instruction) -> int:
     if caller.opcode != "while":
         return 1
     if (known := trip_count(caller)) is None:
-        caller.module.notes[f"loop {caller.name}: trip count unknown, counted once"] = None
+        caller.module.notes.append(f"loop {caller.name}: trip count unknown, counted once")
     return 1 if known is None else known
 
 
@@ -136,7 +136,7 @@ def arithmetic(instruction: Instruction) -> Work:
     elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
         counted = instruction.arrays
     else:
-        instruction.module.notes[f"{called}: its FLOPs are unknown, only its bytes are counted"] = None
+        instruction.module.notes.append(f"{called}: its FLOPs are unknown, only its bytes are counted")
         return Work()
     return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 

@@ -13,7 +13,7 @@ F32, BF16 = MatmulKind("f32", "default"), MatmulKind("bf16", "default")
 def count(*lines, others=""):
     """Counts the last of an entry computation's lines; gives its work and what was noted."""
     module = parse_module(handmade(*lines, others=others))
-    return without_shapes(work_of(next(reversed(module.entry.values())))), [*module.notes]
+    return without_shapes(work_of(next(reversed(module.entry.values())))), [*dict.fromkeys(module.notes)]
 
 
 def without_shapes(work):
