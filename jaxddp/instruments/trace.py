@@ -75,15 +75,6 @@ class Overlap(NamedTuple):
     exposed_us: float
 
 
-class Alike(NamedTuple):
-    """Collectives of one kind, size and number of ranks, and how long each took in microseconds."""
-
-    kind: str
-    num_bytes: int | None
-    num_ranks: int | None
-    times_us: tuple[float, ...]
-
-
 @dataclass(frozen=True)
 class Trace:
     """What ran on the devices of a profile."""
@@ -107,8 +98,7 @@ class Trace:
 
     def overlaps(self) -> dict[str, Overlap]:
         """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
-        devices = sorted({event.device for event in self.events})
-        spent: dict[str, tuple[list[Any], list[Any]]] = {device: ([], []) for device in devices}
+        spent: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for event, parts in self.own_us():
             spent[event.device][event.is_collective].extend(parts)
         found = {}
@@ -118,14 +108,13 @@ class Trace:
             found[device] = Overlap(span_us, compute_us, sent_us, min(sent_us, both_us - compute_us))
         return found
 
-    def collectives(self) -> list[Alike]:
-        """The collectives, by kind and size."""
+    def collectives(self) -> dict[tuple[str, int | None, int | None], list[float]]:
+        """How long each took in microseconds, by kind, bytes and number of ranks."""
         times: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)
         for event in self.events:
             if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
-        keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
-        return [Alike(*key, tuple(times[key])) for key in keys]
+        return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
 
 
 def read_trace(path: str | Path) -> Trace:
