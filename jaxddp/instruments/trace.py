@@ -131,7 +131,9 @@ def read_trace(path: str | Path) -> Trace:
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
         notes += why
     if not events:
-        raise ValueError(f"profile (={str(path)}) must hold events of a device: nothing ran on one")
+        raise ValueError(
+            f"profile (={str(path)}) must hold events of a device, of JAX an xplane.pb: nothing ran on one"
+        )
     return Trace(tuple(events), tuple(dict.fromkeys(notes)))
 
 

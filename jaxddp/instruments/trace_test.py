@@ -86,7 +86,7 @@ def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
         ("cut.json.gz", gzip.compress(b"[" * 99, mtime=0)[:20], "must be one of jax.profiler or Kineto: EOFError"),
         ("other.json", b"[1, 2]", "must be one of jax.profiler or Kineto: TypeError"),
         ("cut.xplane.pb", b"\x0a\xff\xff\x00/device:GPU:0", "must be one of jax.profiler or Kineto: RuntimeError"),
-        ("host.json", b'{"traceEvents": []}', "must hold events of a device: nothing ran on one"),
+        ("host.json", b'{"traceEvents": []}', "must hold events of a device, of JAX an xplane.pb: nothing ran on one"),
         ("", b"", "must be a profile or hold one"),
     ],
 )
