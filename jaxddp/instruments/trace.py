@@ -278,19 +278,17 @@ def _own_parts(events: Iterable[Event]) -> Iterator[tuple[Event, list[tuple[floa
     """What of each event of a line, sorted by start, is not within a later one."""
     inside: list[tuple[Event, list[tuple[float, float]]]] = []
     cursor = 0.0
-    for event in (*events, None):
-        start = float("inf") if event is None else event.start_us
-        while inside and inside[-1][0].end_us <= start:
+    for event in (*events, Event("", "", "the last", math.inf, math.inf, OTHERS)):
+        while inside and inside[-1][0].end_us <= event.start_us:
             ended, parts = inside.pop()
             if ended.end_us > cursor:
                 parts.append((cursor, ended.end_us))
                 cursor = ended.end_us
             yield ended, parts
-        if event is not None:
-            if inside and start > cursor:
-                inside[-1][1].append((cursor, start))
-            cursor = max(cursor, start) if inside else start
-            inside.append((event, []))
+        if inside and event.start_us > cursor:
+            inside[-1][1].append((cursor, event.start_us))
+        cursor = max(cursor, event.start_us) if inside else event.start_us
+        inside.append((event, []))
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:
