@@ -273,7 +273,7 @@ def _phase_by_scope(instruction: Instruction) -> str:
 
 
 def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruction]]) -> list[Instruction]:
-    """The instruction, or those that its names stem from: XLA names no merged collective."""
+    """The instruction, or the first ones with names on the ways from it: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()
