@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..instruments.collectives import in_bytes
-from ..instruments.trace import Alike, read_trace
+from ..instruments.trace import read_trace
 from ..network import KINDS, Network
 from ..planning.machine import network_in_words, network_of, target
 from ..table import paragraph, table
@@ -36,7 +36,7 @@ def show_trace(arguments: argparse.Namespace) -> None:
         if path.exists():
             raise ValueError(f"write_network (={path}) must not exist: nothing is overwritten")
         path.write_text(json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1) + "\n")
-    rows = [_row(one, network) for one in collectives]
+    rows = [_row(*key, times_us, network) for key, times_us in collectives.items()]
     found = {
         "devices": {device: one._asdict() for device, one in devices.items()},
         "kinds": {kind: {"events": count, "us": us} for kind, (count, us) in kinds.items()},
@@ -68,13 +68,15 @@ def _network(arguments: argparse.Namespace) -> tuple[Network | None, str]:
     return network, network_in_words(machine, network)
 
 
-def _row(one: Alike, network: Network | None) -> dict[str, Any]:
-    is_known = network is not None and None not in (one.num_bytes, one.num_ranks) and one.kind in KINDS
-    asked: Any = one.kind, one.num_bytes, range(one.num_ranks or 0)
+def _row(
+    kind: str, num_bytes: int | None, num_ranks: int | None, times_us: list[float], network: Network | None
+) -> dict[str, Any]:
+    asked: Any = kind, num_bytes, range(num_ranks or 0)
+    is_known = None not in (num_bytes, num_ranks) and kind in KINDS
     curve_us = network.seconds(*asked) * 1e6 if network and is_known else None
     return {
-        "kind": one.kind, "bytes": one.num_bytes, "ranks": one.num_ranks, "times": len(one.times_us),
-        "median_us": median(one.times_us), "shortest_us": min(one.times_us), "curve_us": curve_us,
+        "kind": kind, "bytes": num_bytes, "ranks": num_ranks, "times": len(times_us), "median_us": median(times_us),
+        "shortest_us": min(times_us), "curve_us": curve_us,
         "assumed": network.assumed(*asked) if network and curve_us else "",
     }  # fmt: skip
 

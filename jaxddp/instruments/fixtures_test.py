@@ -42,8 +42,6 @@ def test_collectives(name):
     assert sum(c.is_metrics for c in collectives) == METRICS.get(program, 0)
     assert schedule.num_devices == 8
     assert {c.group for c in collectives} <= {RANKS}
-    kernel = {"cpu": "", "tpu": "", "gpu": "TRITON_ONE_SHOT"}[platform]
-    assert {c.kernel for c in collectives} <= {kernel} | ({"DEFAULT"} if program in ("auto", "collectives") else set())
     if platform != "gpu":
         assert not any(c.is_async for c in collectives if c.kind != "collective-permute")
     elif program in ("auto", "bucketed", "loop"):

@@ -62,7 +62,7 @@ class Instruction:
     attributes: str  # the text after them
     is_root: bool
     computation: Computation = field(compare=False, repr=False)  # that it is in
-    computations: dict[str, Computation] = field(compare=False, repr=False)  # of the program, by name
+    module: Module = field(compare=False, repr=False)
 
     def __post_init__(self) -> None:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
@@ -88,7 +88,13 @@ class Instruction:
     @property
     def called(self) -> list[Computation]:
         """The computations that it calls."""
-        return [self.computations[name] for name in self.called_names]
+        return [self.module.computations[name] for name in self.called_names]
+
+    @property
+    def source(self) -> str:
+        """``file:line`` of the code that made it; empty if not said."""
+        said = re.search(r"stack_frame_id=(\d+)", self.attributes)
+        return self.module.sources.get(int(said[1]), "") if said else ""
 
     def within(self) -> Iterator[Instruction]:
         """Yields it and everything nested inside it."""
@@ -117,21 +123,19 @@ Computation = dict[str, Instruction]
 """Instructions by name, in the order in which they are printed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Module:
     """A program."""
 
     header: str
-    entry: Computation
-    computations: dict[str, Computation]
     sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry: Computation = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what its readers could not read, in words
 
-    def source(self, instruction: Instruction) -> str:
-        """``file:line`` of the code that made an instruction; empty if not said."""
-        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f"{old[1]}:{old[2]}"
-        said = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        return self.sources.get(int(said[1]), "") if said else ""
+    def __post_init__(self) -> None:
+        counts = [re.search(rf"{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
+        self.num_devices = math.prod(int(count[1]) if count else 1 for count in counts)  # that it was compiled for
 
 
 class HLOError(ValueError):
@@ -148,26 +152,27 @@ def parse_module(text: str) -> Module:
         raise HLOError(_CUT_OFF)
     if "is_scheduled=true" not in header:
         raise HLOError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
-    computations: dict[str, Computation] = {}
-    entry, current = "", None
+    module = Module(header, _sources(lines))
+    current: Computation | None = None
     for number, line in enumerate(lines, 2):
         if current is not None and line.startswith("}"):
             current = None
         elif current is not None:
-            if instruction := _parse_instruction(line, current, computations):
-                if unknown := next((name for name in instruction.called_names if name not in computations), None):
+            if instruction := _parse_instruction(line, current, module):
+                unknown = next((name for name in instruction.called_names if name not in module.computations), None)
+                if unknown:
                     raise HLOError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
                 current[instruction.name] = instruction
             elif line.strip():
                 raise HLOError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
         elif found := _HEADER.match(line):
-            if found["name"] in computations:
+            if found["name"] in module.computations:
                 raise HLOError(f"line {number} of the HLO module begins {found['name']!r} again: it must be one module")
-            current = computations[found["name"]] = {}
-            entry = found["name"] if found["entry"] else entry
-    if not entry or current is not None:
+            current = module.computations[found["name"]] = {}
+            module.entry = current if found["entry"] else module.entry
+    if not module.entry or current is not None:
         raise HLOError(_CUT_OFF)
-    return Module(header, computations[entry], computations, _sources(lines))
+    return module
 
 
 def _sources(lines: Sequence[str]) -> dict[int, str]:
@@ -226,7 +231,7 @@ def root_of(computation: Computation) -> Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
-def _parse_instruction(line: str, computation: Computation, computations: dict[str, Computation]) -> Instruction | None:
+def _parse_instruction(line: str, computation: Computation, module: Module) -> Instruction | None:
     if not (named := _NAME.match(line)):
         return None
     start = named.end()
@@ -238,7 +243,7 @@ def _parse_instruction(line: str, computation: Computation, computations: dict[s
     operands = [] if opcode["opcode"] == "constant" else re.findall(r"%([\w.\-]+)", literal)
     return Instruction(
         named["name"], opcode["opcode"], line[start:end], tuple(operands), literal, line[closing + 1 :].lstrip(", "),
-        bool(named["root"]), computation, computations,
+        bool(named["root"]), computation, module,
     )  # fmt: skip
 
 

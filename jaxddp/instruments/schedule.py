@@ -21,8 +21,8 @@ import numpy as np
 
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
-from .hlo import Computation, HLOError, Instruction, Module, parse_module
-from .work import Work, WorkCounter
+from .hlo import Computation, HLOError, Instruction, parse_module
+from .work import Work, arithmetic, trips, work_of
 
 COLLECTIVE_KINDS = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
@@ -41,7 +41,6 @@ class Collective:
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
-    kernel: str = ""  # the backend's name for its implementation; empty if not printed
     op_name: str = ""
     pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
     dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
@@ -150,15 +149,15 @@ def read_schedule(compiled: Any) -> Schedule:
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        reader = _Reader(parse_module(compiled if isinstance(compiled, str) else compiled.as_text()))
-        operations = reader.read(reader.module.entry)
+        module = parse_module(compiled if isinstance(compiled, str) else compiled.as_text())
+        operations = _read(module.entry)
     except HLOError:
         raise
     except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
         found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
         raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
-    return Schedule(operations, reader.num_devices, tuple(reader.counter.notes), memory)
+    return Schedule(operations, module.num_devices, tuple(dict.fromkeys(module.notes)), memory)
 
 
 def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
@@ -166,122 +165,116 @@ def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
     return read_schedule(compiled).gradient_collectives()
 
 
-class _Reader:
-    """Converts instructions of a module to operations."""
+def _read(computation: Computation) -> tuple[Operation, ...]:
+    """The operations of a computation in schedule order."""
+    collectives = {name: found for name, inner in computation.items() if (found := _collective(inner))}
+    phases = _phases(computation, collectives)
+    return tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self.counter = WorkCounter()
-        counts = [re.search(rf"{key}=(\d+)", module.header) for key in ("num_partitions", "replica_count")]
-        self.num_devices = math.prod(int(count.group(1)) if count else 1 for count in counts)
 
-    def read(self, computation: Computation) -> tuple[Operation, ...]:
-        """The operations of a computation in schedule order."""
-        collectives = {name: found for name, inner in computation.items() if (found := self._collective(inner))}
-        phases = self._phases(computation, collectives)
-        return tuple(self._operation(inner, phases[name], collectives) for name, inner in computation.items())
+def _operation(instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
+    name, opcode = instruction.name, instruction.opcode
+    make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
+    if opcode in ("while", "call"):
+        body = sum(map(_read, instruction.called), ())
+        return make(body=body, trips=trips(instruction), is_loop=opcode == "while")
+    if opcode.endswith("-done"):
+        start = instruction
+        while start.operands and start.opcode.endswith(("-done", "-update")):
+            start = start.inputs[0]
+        if start.name in collectives:
+            return make(waits_for=start.name)
+    is_waited_for = name in collectives and not opcode.endswith("-start")
+    work, starts = work_of(instruction), collectives.get(name)
+    return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
-    def _operation(self, instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
-        name, opcode = instruction.name, instruction.opcode
-        make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-        if opcode in ("while", "call"):
-            body = sum(map(self.read, instruction.called), ())
-            return make(body=body, trips=self.counter.trips(instruction), is_loop=opcode == "while")
-        if opcode.endswith("-done"):
-            start = instruction
-            while start.operands and start.opcode.endswith(("-done", "-update")):
-                start = start.inputs[0]
-            if start.name in collectives:
-                return make(waits_for=start.name)
-        is_waited_for = name in collectives and not opcode.endswith("-start")
-        work, starts = self.counter.of(instruction), collectives.get(name)
-        return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
-    def _collective(self, instruction: Instruction) -> Collective | None:
-        """The collective that an instruction issues: itself, or the first one inside what it calls."""
-        if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
-            return None
-        if instruction.opcode in _TRANSFERS:
-            self.counter.note(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
-            return None
-        found = [inner for inner in instruction.within() if _kind(inner)]
-        if not found:
-            return None
-        if len(found) > 1 and not _kind(instruction):
-            named = f"{instruction.opcode} {instruction.name}"
-            self.counter.note(f"{named}: holds {len(found)} collectives, only the first is counted")
-        inner = found[0]
-        # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
-        origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
-        # On TPUs the emitter of a fusion that wraps the collective.
-        kernel = inner.attribute("kernel_strategy") or instruction.attribute("kernel_strategy")
-        kernel = kernel or (instruction.attribute("emitter") if instruction is not inner else "")
-        return Collective(
-            _kind(inner), _full_bytes(inner), self._group(inner),
-            is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
-            kernel=kernel.removeprefix("KERNEL_STRATEGY_"),
-            op_name=next((one.op_name for one in origins if one.op_name), ""),
-            pairs=_pairs(inner),
-            dtype=inner.arrays[0].dtype if inner.arrays else "",
-            source=next(filter(None, map(self.module.source, origins)), ""),
-            is_conditional=instruction.opcode == "conditional",
-        )  # fmt: skip
+def _collective(instruction: Instruction) -> Collective | None:
+    """The collective that an instruction issues: itself, or the first one inside what it calls."""
+    if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
+        return None
+    if instruction.opcode in _TRANSFERS:
+        instruction.module.notes.append(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
+        return None
+    found = [inner for inner in instruction.within() if _kind(inner)]
+    if not found:
+        return None
+    if len(found) > 1 and not _kind(instruction):
+        named = f"{instruction.opcode} {instruction.name}"
+        instruction.module.notes.append(f"{named}: holds {len(found)} collectives, only the first is counted")
+    inner = found[0]
+    # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
+    origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
+    return Collective(
+        _kind(inner), _full_bytes(inner), _group(inner),
+        is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
+        op_name=next((one.op_name for one in origins if one.op_name), ""),
+        pairs=_pairs(inner),
+        dtype=inner.arrays[0].dtype if inner.arrays else "",
+        source=next(filter(None, (one.source for one in origins)), ""),
+        is_conditional=instruction.opcode == "conditional",
+    )  # fmt: skip
 
-    def _group(self, collective: Instruction) -> tuple[int, ...]:
-        """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
-        printed = collective.attributes.partition("replica_groups=")[2]
-        if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-            axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-            sizes, chosen = [*axes.values()], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
-            order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
-            count = math.prod(sizes[dim] for dim in chosen)
-        elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
-            sizes, count = [*map(int, iota[3].split(","))], int(iota[2])
-            order = [*map(int, iota[4].split(","))] if iota[4] else [*range(len(sizes))]
-        else:
-            if listed := re.match(r"\{\{([\d,]+)\}", printed):
-                return tuple(map(int, listed[1].split(",")))
-            if pairs := _pairs(collective):
-                return tuple(sorted({device for pair in pairs for device in pair}))
-            if printed and not printed.startswith("{}"):
-                self.counter.note(f"collective {collective.name}: group not understood, all devices are assumed")
-            return tuple(range(self.num_devices))
-        if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
-            raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
-        return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
-    def _phases(self, computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:
-        scopes = {name: self._phase_by_scope(inner) for name, inner in computation.items()}
-        scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
-        gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
-        feeds_backward: set[str] = set()  # or feeds a gradient reduction
-        for name, inner in reversed(computation.items()):
-            if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
-                feeds_backward.update(inner.operands)
-        after_backward: set[str] = set()
-        phases = {}
-        for name, inner in computation.items():
-            if scopes[name] == "backward" or not after_backward.isdisjoint(inner.operands):
-                after_backward.add(name)
-            unmarked = "backward" if name in feeds_backward else "optimizer"
-            phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
-        return phases
+def _group(collective: Instruction) -> tuple[int, ...]:
+    """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
+    printed = collective.attributes.partition("replica_groups=")[2]
+    if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        sizes, chosen = [*axes.values()], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
+        order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
+        count = math.prod(sizes[dim] for dim in chosen)
+    elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
+        sizes, count = [*map(int, iota[3].split(","))], int(iota[2])
+        order = [*map(int, iota[4].split(","))] if iota[4] else [*range(len(sizes))]
+    else:
+        if listed := re.match(r"\{\{([\d,]+)\}", printed):
+            return tuple(map(int, listed[1].split(",")))
+        if pairs := _pairs(collective):
+            return tuple(sorted({device for pair in pairs for device in pair}))
+        if printed and not printed.startswith("{}"):
+            collective.module.notes.append(
+                f"collective {collective.name}: group not understood, all devices are assumed"
+            )
+        return tuple(range(collective.module.num_devices))
+    if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
+        raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
+    return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
-    def _phase_by_scope(self, instruction: Instruction) -> str:
-        """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
-        flops = {"backward": 0.0, "optimizer": 0.0}
-        for inner in instruction.within():
-            if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
-                continue
-            if phase := phase_of_name(inner.op_name):
-                flops[phase] += self.counter.arithmetic(inner).flops
-        if not any(flops.values()):
-            return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
-        return max(flops, key=lambda phase: flops[phase])
+
+def _phases(computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:
+    scopes = {name: _phase_by_scope(inner) for name, inner in computation.items()}
+    scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
+    gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
+    feeds_backward: set[str] = set()  # or feeds a gradient reduction
+    for name, inner in reversed(computation.items()):
+        if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
+            feeds_backward.update(inner.operands)
+    after_backward: set[str] = set()
+    phases = {}
+    for name, inner in computation.items():
+        if scopes[name] == "backward" or not after_backward.isdisjoint(inner.operands):
+            after_backward.add(name)
+        unmarked = "backward" if name in feeds_backward else "optimizer"
+        phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
+    return phases
+
+
+def _phase_by_scope(instruction: Instruction) -> str:
+    """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
+    flops = {"backward": 0.0, "optimizer": 0.0}
+    for inner in instruction.within():
+        if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
+            continue
+        if phase := phase_of_name(inner.op_name):
+            flops[phase] += arithmetic(inner).flops
+    if not any(flops.values()):
+        return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
+    return max(flops, key=lambda phase: flops[phase])
 
 
 def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruction]]) -> list[Instruction]:
-    """The instruction, or those that its names stem from: XLA names no merged collective."""
+    """The instruction, or the first ones with names on the ways from it: XLA names no merged collective."""
     found, unnamed, seen = [], [instruction], {instruction.name}
     while unnamed:
         one = unnamed.pop()

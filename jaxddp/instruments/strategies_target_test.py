@@ -46,7 +46,10 @@ def steps():
         options = {"bucket_mb": BUCKET_MB[model]} if name == "bucketed" else {}
         strategy = jaxddp.make_strategy(name, **options)
         trainer, *inputs = trainer_and_inputs(spec, model, strategy, num_microbatches=num_microbatches)
-        return trainer.planned(*inputs), read_schedule(trainer.compile(*inputs))
+        program = trainer.compile(*inputs)
+        if spec == GPU and model == TINY:  # else NCCL would sum these few bytes, as on GPUs without NVLinks
+            assert "TRITON_ONE_SHOT" in program.as_text()
+        return trainer.planned(*inputs), read_schedule(program)
 
     return compiled
 
@@ -62,9 +65,6 @@ def test_compiled_is_planned(steps, spec, name):
     assert (len(planned) == 1) == (name == "flat")
     assert schedule.gradient_collectives() == sorted(planned)
     assert schedule.notes == ()
-    # From jax 0.11 on XLA leaves them to NCCL if the target's description has no NVLinks.
-    small = {one.kernel for one in schedule.collectives() if one.num_bytes <= 2**17}
-    assert small == {"TRITON_ONE_SHOT" if spec == GPU else ""}
 
 
 @pytest.mark.parametrize("spec", mostly_full([GPU], [GPU, TPU]))

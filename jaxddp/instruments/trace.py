@@ -76,15 +76,6 @@ class Overlap(NamedTuple):
     exposed_us: float
 
 
-class Alike(NamedTuple):
-    """Collectives of one kind, size and number of ranks, and how long each took in microseconds."""
-
-    kind: str
-    num_bytes: int | None
-    num_ranks: int | None
-    times_us: tuple[float, ...]
-
-
 @dataclass(frozen=True)
 class Trace:
     """What ran on the devices of a profile."""
@@ -108,8 +99,7 @@ class Trace:
 
     def overlaps(self) -> dict[str, Overlap]:
         """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
-        devices = sorted({event.device for event in self.events})
-        spent: dict[str, tuple[list[Any], list[Any]]] = {device: ([], []) for device in devices}
+        spent: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for event, parts in self.own_us():
             spent[event.device][event.is_collective].extend(parts)
         found = {}
@@ -119,21 +109,21 @@ class Trace:
             found[device] = Overlap(span_us, compute_us, sent_us, min(sent_us, both_us - compute_us))
         return found
 
-    def collectives(self) -> list[Alike]:
-        """The collectives, by kind and size."""
+    def collectives(self) -> dict[tuple[str, int | None, int | None], list[float]]:
+        """How long each took in microseconds, by kind, bytes and number of ranks."""
         times: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)
         for event in self.events:
             if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
-        keys = sorted(times, key=lambda key: (key[0], key[2] or 0, key[1] or 0))
-        return [Alike(*key, tuple(times[key])) for key in keys]
+        return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
 
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
         found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
-        sized = [one for one in self.collectives() if one.kind in KINDS and one.num_bytes and (one.num_ranks or 0) > 1]
-        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one.kind, one.num_ranks)):
-            sizes, times = zip(*((one.num_bytes, min(one.times_us)) for one in alike), strict=True)
+        known = [(key, min(times)) for key, times in self.collectives().items()]
+        sized = [one for one in known if one[0][0] in KINDS and one[0][1] and (one[0][2] or 0) > 1]
+        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one[0][0], one[0][2])):
+            sizes, times = zip(*((num_bytes, shortest) for (_, num_bytes, _), shortest in alike), strict=True)
             curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
             if curve[-1][1] > curve[0][1] > 0:
                 found[kind][str(num_ranks)] = curve
@@ -318,19 +308,17 @@ def _own_parts(events: Iterable[Event]) -> Iterator[tuple[Event, list[tuple[floa
     """What of each event of a line, sorted by start, is not within a later one."""
     inside: list[tuple[Event, list[tuple[float, float]]]] = []
     cursor = 0.0
-    for event in (*events, None):
-        start = float("inf") if event is None else event.start_us
-        while inside and inside[-1][0].end_us <= start:
+    for event in (*events, Event("", "", "the last", math.inf, math.inf, OTHERS)):
+        while inside and inside[-1][0].end_us <= event.start_us:
             ended, parts = inside.pop()
             if ended.end_us > cursor:
                 parts.append((cursor, ended.end_us))
                 cursor = ended.end_us
             yield ended, parts
-        if event is not None:
-            if inside and start > cursor:
-                inside[-1][1].append((cursor, start))
-            cursor = max(cursor, start) if inside else start
-            inside.append((event, []))
+        if inside and event.start_us > cursor:
+            inside[-1][1].append((cursor, event.start_us))
+        cursor = max(cursor, event.start_us) if inside else event.start_us
+        inside.append((event, []))
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:

@@ -63,9 +63,9 @@ def test_nccl_of_kineto_has_sizes_and_ranks(tmp_path):
     )
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(json.dumps(kineto(*events)).encode()))
     trace = read_trace(tmp_path)
-    assert trace.collectives() == [
-        ("all-gather", 32, 2, (3,)), ("all-reduce", None, 4, (5,)), ("collective", None, 4, (5,))
-    ]  # fmt: skip
+    assert trace.collectives() == {
+        ("all-gather", 32, 2): [3], ("all-reduce", None, 4): [5], ("collective", None, 4): [5]
+    }  # fmt: skip
     assert trace.overlaps() == {"/device:GPU:0": (15, 2, 13, 11)}  # the host's operations are not the device's
 
 

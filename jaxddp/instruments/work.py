@@ -91,69 +91,57 @@ class Work:
         return Work(matmul, self.vector_flops * count, self.num_bytes * count, self.num_kernels * count)
 
 
-class WorkCounter:
-    """Counts the work of a program's instructions; ``notes`` says in words what could not be counted."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def of(self, instruction: Instruction) -> Work:
-        """Counts one instruction with everything that it contains; collectives count as no work."""
-        instruction = _synchronous(instruction)
-        opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
-            return Work()
+def work_of(instruction: Instruction) -> Work:
+    """Counts an instruction with everything that it contains; collectives count as no work."""
+    instruction = _synchronous(instruction)
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
+        return Work()
+    if opcode in ("conditional", "while", "call", "async"):
+        called = [sum(map(work_of, computation.values()), Work()) for computation in instruction.called]
         if opcode == "conditional":
-            branches = map(self.total, instruction.called)
-            return max(branches, key=lambda work: (work.flops, work.num_bytes), default=Work())
-        if opcode in ("while", "call", "async"):
-            return sum(map(self.total, instruction.called), Work()).times(self.trips(instruction))
-        arithmetic = self.arithmetic(instruction)
-        return Work(arithmetic.matmul_flops, arithmetic.vector_flops, _bytes(instruction), 1.0)
+            return max(called, key=lambda work: (work.flops, work.num_bytes), default=Work())
+        return sum(called, Work()).times(trips(instruction))
+    found = arithmetic(instruction)
+    return Work(found.matmul_flops, found.vector_flops, _bytes(instruction), 1.0)
 
-    def total(self, computation: Computation) -> Work:
-        """Counts a computation."""
-        return sum(map(self.of, computation.values()), Work())
 
-    def trips(self, caller: Instruction) -> int:
-        """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
-        trips = trip_count(caller) if caller.opcode == "while" else 1
-        if trips is None:
-            self.note(f"loop {caller.name}: trip count unknown, counted once")
-        return 1 if trips is None else trips
+def trips(caller: Instruction) -> int:
+    """How often what an instruction calls runs; 1 for a loop that does not tell, which is noted."""
+    if caller.opcode != "while":
+        return 1
+    if (known := trip_count(caller)) is None:
+        caller.module.notes.append(f"loop {caller.name}: trip count unknown, counted once")
+    return 1 if known is None else known
 
-    def arithmetic(self, instruction: Instruction) -> Work:
-        """Counts the FLOPs of one instruction, without its bytes."""
-        opcode = instruction.opcode
-        called = _called_name(instruction)
-        if called in _FREE or called in _WITHOUT_FLOPS:
-            return Work()
-        if called.startswith(_PRODUCTS):
-            return _matmul(instruction)
-        if called.startswith(_CONVOLUTIONS):
-            return _convolution(instruction)
-        if called.startswith("__cudnn$fmha") and len(scores := instruction.integers("dimensions")) == 4:
-            return _attention(instruction, scores)
-        if opcode == "fusion":  # only elements that are used are computed
-            return sum(
-                (self.arithmetic(called[name]).times(share)
-                 for called in instruction.called for name, share in _used_shares(called).items()), Work()
-            )  # fmt: skip
-        if opcode == "scatter":
-            counted = instruction.inputs[-1].arrays[:1]
-        elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
-            counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
-        elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
-            counted = instruction.arrays
-        else:
-            self.note(f"{called}: its FLOPs are unknown, only its bytes are counted")
-            return Work()
-        return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
-    def note(self, text: str) -> None:
-        """Adds a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
+def arithmetic(instruction: Instruction) -> Work:
+    """Counts the FLOPs of an instruction, without its bytes."""
+    opcode = instruction.opcode
+    called = _called_name(instruction)
+    if called in _FREE or called in _WITHOUT_FLOPS:
+        return Work()
+    if called.startswith(_PRODUCTS):
+        return _matmul(instruction)
+    if called.startswith(_CONVOLUTIONS):
+        return _convolution(instruction)
+    if called.startswith("__cudnn$fmha") and len(scores := instruction.integers("dimensions")) == 4:
+        return _attention(instruction, scores)
+    if opcode == "fusion":  # only elements that are used are computed
+        return sum(
+            (arithmetic(fused[name]).times(share)
+             for fused in instruction.called for name, share in _used_shares(fused).items()), Work()
+        )  # fmt: skip
+    if opcode == "scatter":
+        counted = instruction.inputs[-1].arrays[:1]
+    elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
+        counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
+    elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
+        counted = instruction.arrays
+    else:
+        instruction.module.notes.append(f"{called}: its FLOPs are unknown, only its bytes are counted")
+        return Work()
+    return Work(vector_flops=float(max((array.num_elements for array in counted), default=0)))
 
 
 def _bytes(instruction: Instruction) -> float:
@@ -322,7 +310,7 @@ def trip_count(loop: Instruction) -> int | None:
     if known := loop.integers("known_trip_count"):
         return known[0]
     of_loop = (loop.attribute(key).removeprefix("%") for key in ("body", "condition"))
-    body, condition = (root_of(loop.computations[name]) for name in of_loop)
+    body, condition = (root_of(loop.module.computations[name]) for name in of_loop)
     before = loop.inputs[0]
     if condition.attribute("direction") != "LT" or before.opcode != "tuple" or body.opcode != "tuple":
         return None

@@ -3,17 +3,17 @@ import dataclasses
 import pytest
 
 from jaxddp.instruments.hlo import parse_module
-from jaxddp.instruments.testdata import fixture_names, handmade, load_fixture
-from jaxddp.instruments.work import MatmulKind, Work, WorkCounter, trip_count
+from jaxddp.instruments.schedule import read_schedule
+from jaxddp.instruments.testdata import fixture_names, handmade, schedule_of
+from jaxddp.instruments.work import MatmulKind, Work, trip_count, work_of
 
 F32, BF16 = MatmulKind("f32", "default"), MatmulKind("bf16", "default")
 
 
 def count(*lines, others=""):
     """Counts the last of an entry computation's lines; gives its work and what was noted."""
-    counter = WorkCounter()
-    main = parse_module(handmade(*lines, others=others)).entry
-    return without_shapes(counter.of(next(reversed(main.values())))), counter.notes
+    module = parse_module(handmade(*lines, others=others))
+    return without_shapes(work_of(next(reversed(module.entry.values())))), [*dict.fromkeys(module.notes)]
 
 
 def without_shapes(work):
@@ -178,14 +178,14 @@ def test_what_cannot_be_counted_is_said(line, note):
 
 @pytest.mark.parametrize("name", fixture_names("gpu-products-*"))
 def test_products_of_two_precisions_and_a_convolution(name):
-    counter = WorkCounter()
-    assert without_shapes(counter.total(parse_module(load_fixture(name)).entry)).matmul_flops == {
+    schedule = schedule_of(name)
+    assert without_shapes(schedule.work()).matmul_flops == {
         BF16: 2 * 192 * 192 * 384,
         MatmulKind("f32", "highest"): 2 * 384 * 384 * 192,
         # 4 images, 32 features out of 96, 6 x 16 outputs, windows of 3 x 3: GPU programs pad first.
         F32: 2 * 4 * 32 * 96 * (6 * 3) * (16 * 3),
     }
-    assert counter.notes == []
+    assert schedule.notes == ()
 
 
 def test_matrix_products():
@@ -196,7 +196,7 @@ def test_matrix_products():
     )
     lines = p("f32[3,4,5]", "f32[3,5,6]"), dot
     assert work(*lines) == Work({F32: 720}, 0, (60 + 90 + 72) * 4)
-    (kind,) = WorkCounter().total(parse_module(handmade(*lines)).entry).matmul_flops
+    (kind,) = read_schedule(handmade(*lines)).work().matmul_flops
     assert kind == F32._replace(shape=(3, 4, 6, 5))
     # Two contracted dims, bfloat16 factors, float32 result: 2 * 1 * 12.
     dot = "ROOT %y = f32[] dot(%p0, %p0), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}"

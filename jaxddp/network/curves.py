@@ -172,4 +172,4 @@ def _at_size(rows: Rows, num_bytes: float) -> float:
 def _interpolated(points: Rows, at: float) -> float:
     """Interpolates in the logarithms of both; outside of the points, the nearest one's."""
     known, values = np.log(points).T
-    return math.exp(np.interp(math.log(at), known, values))
+    return math.exp(np.interp(math.log(max(at, points[0][0])), known, values))

@@ -75,6 +75,7 @@ def test_a_measured_size_is_the_table_and_others_lie_between_in_logarithms(file)
     assert network.gb_per_s == pytest.approx(2 * 7 / 8 * 16 * MIB / 800e-6 / 1e9)
     assert network.latency_us == pytest.approx(200 - 800 / 16)  # without the bytes
     assert network.seconds("all-reduce", S, (3,)) == 0
+    assert network.seconds("all-reduce", 0, range(8)) == pytest.approx(200e-6)
 
 
 def test_what_is_assumed_is_said(file):

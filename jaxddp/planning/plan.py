@@ -191,10 +191,10 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> in
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
     """A device's rates; products at that of their shapes, for as many tokens as the table has rows at most."""
     rates = job.cluster.rates(fsdp, tp)
-    if not job.cluster.target.chip.is_measured or not job.workload.products:
+    if not job.cluster.target.chip.is_measured:
         return rates
-    flops = sum(2.0 * count * rows * columns for count, rows, columns in job.workload.products)
-    return rates._replace(flops_per_s=flops * _TABLE_TOKENS / product_seconds(_run(job, _TABLE_TOKENS)))
+    flops = job.workload.products_flops * _TABLE_TOKENS
+    return rates._replace(flops_per_s=flops / product_seconds(_run(job, _TABLE_TOKENS)))
 
 
 def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:

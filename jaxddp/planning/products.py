@@ -110,6 +110,6 @@ def _by_shape(name: str, column: int, shape: Shape) -> float:
     """Interpolates in the logarithms of all sizes; beyond the table the nearest sizes' rate."""
     table, sizes = _table(name, column)
     more = max(1.0, shape[0] / math.exp(sizes[0][-1]))  # a larger batch counts as more rows
-    at = np.log([shape[0] / more, shape[1] * more, *shape[2:]])
+    at = np.log(np.maximum([shape[0] / more, shape[1] * more, *shape[2:]], 1.0))
     weights = [[np.interp(one, known, row) for row in np.eye(len(known))] for one, known in zip(at, sizes, strict=True)]
     return math.exp(np.einsum("brck,b,r,c,k", table, *weights))

@@ -25,6 +25,7 @@ def test_others_lie_between_and_beyond_the_table_it_is_the_nearest():
     between = rate(1, 1024, 1024, 1448.154688)  # the square root of 1024 x 2048
     assert between == pytest.approx((rate(1, 1024, 1024, 1024) * rate(1, 1024, 1024, 2048)) ** 0.5, rel=1e-6)
     assert rate(1, 2**20, 4096, 4096) == rate(1, 4096, 4096, 4096)
+    assert rate(1, 0, 256, 256) == rate(1, 256, 256, 256)
     assert rate(16, 512, 1024, 1024) == rate(4, 2048, 1024, 1024)  # batches beyond 4 are more rows
     assert product_rate(as_measured(CHIPS["h200"]), "bfloat16", (1, 512, 512, 512)) == rate(1, 512, 512, 512)
 

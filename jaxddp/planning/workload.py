@@ -64,8 +64,8 @@ class Workload:
     def __post_init__(self) -> None:
         self.tensor_elements = [math.prod(shape) for _, shape in self.tensors]  # of each parameter, in forward order
         self.num_params = sum(self.tensor_elements)
-        products_flops = sum(2 * count * rows * columns for count, rows, columns in self.products)
-        self.flops_per_token = products_flops + (self.attention.flops_per_token if self.attention else 0)
+        self.products_flops = sum(2 * count * rows * columns for count, rows, columns in self.products)  # per token
+        self.flops_per_token = self.products_flops + (self.attention.flops_per_token if self.attention else 0)
         sizes = iter(self.tensor_elements)
         self.unit_params = [sum(itertools.islice(sizes, count)) for count in self.unit_tensors]  # of each unit
 
