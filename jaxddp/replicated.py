@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import optax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -20,7 +21,7 @@ from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
-from .strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax
+from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype
 from .tree import like, named_leaves, path_name, split
 
 
@@ -85,3 +86,15 @@ def update_full(
     """Every rank updates all parameters."""
     del plan
     return layout.optimizer.step(like(params, dict(grads)), opt_state, params, value)
+
+
+def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
+    """The optimizer of an optax transformation."""
+    update = optax.with_extra_args_support(optimizer).update
+
+    def step(grads: Any, state: Any, params: Any, value: Any, full: Any = None) -> tuple[Any, Any]:
+        del full
+        updates, state = update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return Optimizer(optimizer.init, step)

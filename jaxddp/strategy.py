@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from .communication.buckets import BucketPlan, TensorSpec
@@ -184,18 +183,6 @@ def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
     """Adds a factory to ``STRATEGIES`` under its own name; a decorator."""
     STRATEGIES[factory.__name__] = factory
     return factory
-
-
-def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
-    """The optimizer of an optax transformation."""
-    update = optax.with_extra_args_support(optimizer).update
-
-    def step(grads: Any, state: Any, params: Any, value: Any, full: Any = None) -> tuple[Any, Any]:
-        del full
-        updates, state = update(grads, state, params, value=value)
-        return optax.apply_updates(params, updates), state
-
-    return Optimizer(optimizer.init, step)
 
 
 def in_compute_dtype(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:

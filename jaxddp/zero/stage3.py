@@ -53,13 +53,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..arguments import check_function, check_integer
+from ..arguments import check_integer
 from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
 from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
 from ..layout import Leaf, cut_leaf
-from ..replicated import all_reduce_grads, update_full
-from ..strategy import Layout, Ranks, Strategy, of_optax, register
+from ..replicated import all_reduce_grads, of_optax, update_full
+from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
 from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
@@ -171,7 +171,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         ...         x = dense(one, x)
         ...     return jnp.mean((x - batch["y"]) ** 2)
     """
-    check_function("fn", fn)
+    if not callable(fn):
+        raise ValueError(f"fn (={fn!r:.80}) must be a function")
 
     @functools.wraps(fn)
     def unit(*args: Any, **kwargs: Any) -> Any:

@@ -44,8 +44,9 @@ from ..communication.collectives import all_gather, traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..layout import cut_leaves
+from ..replicated import of_optax
 from ..scopes import SYNC_SCOPE
-from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, of_optax, register
+from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
 from ..tree import like, named_leaves, split
 from .elementwise import shard_state
 from .owners import layout_by_owners
