@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxddp.instruments.schedule import Overlap
-from jaxddp.instruments.testdata import fixture_names, schedule_of
+from jaxddp.instruments.schedule import Overlap, read_schedule
+from jaxddp.instruments.testdata import fixture_names, load_fixture, schedule_of
 from jaxddp.models import abstract
 
 RANKS = tuple(range(8))
@@ -107,3 +107,8 @@ def test_phases_share_the_products_of_the_step(name):
     assert forward == 2 * 6 * 16 * (64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16 * 16))
     assert backward == 2 * forward  # each product has two gradients
     assert optimizer == 0
+
+
+@pytest.mark.parametrize("name", fixture_names("*-microbatch-jax0.12"))
+def test_a_program_printed_without_percent_signs_is_the_same(name):
+    assert read_schedule(load_fixture(name).replace("%", "")) == schedule_of(name)

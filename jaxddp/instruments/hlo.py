@@ -93,6 +93,8 @@ class Instruction:
     @property
     def source(self) -> str:
         """``file:line`` of the code that made it; empty if not said."""
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', self.attributes):
+            return f"{old[1]}:{old[2]}"
         said = re.search(r"stack_frame_id=(\d+)", self.attributes)
         return self.module.sources.get(int(said[1]), "") if said else ""
 
@@ -240,7 +242,10 @@ def _parse_instruction(line: str, computation: Computation, module: Module) -> I
     if end <= 0 or not opcode or (closing := _closing(line, opcode.end() - 1)) < 0:
         return None
     literal = line[opcode.end() : closing]
-    operands = [] if opcode["opcode"] == "constant" else re.findall(r"%([\w.\-]+)", literal)
+    operands: list[str] = []
+    if opcode["opcode"] not in ("parameter", "constant"):
+        # Without percent signs, perhaps with shapes: the name is the last word.
+        operands = re.findall(r"%([\w.\-]+)", literal) or [one.split()[-1] for one in parts_of(f"({literal})") if one]
     return Instruction(
         named["name"], opcode["opcode"], line[start:end], tuple(operands), literal, line[closing + 1 :].lstrip(", "),
         bool(named["root"]), computation, module,
