@@ -13,7 +13,6 @@ import hmac
 import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -36,22 +35,16 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
     nobody answers there, processes do not come within the timeout, this one is refused, or they disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
-    if job.process_id:
-        return {0: _report(job, alike, timeout_s)}
-    connections, fault = _hear_all(job, alike, timeout_s)
-    for connection in connections.values():
-        with contextlib.suppress(OSError):
-            _wait_at_most(connection, 0)
-            connection.send_bytes(fault.encode())
-    if fault:
-        for connection in connections.values():
-            connection.close()
-        raise ValueError(fault)
-    return connections
+    if job.process_id == 0:
+        return _hear_all(job, alike, timeout_s)
+    return {0: _report(job, alike, timeout_s)}
 
 
 def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
-    """The address at which the other processes reach this one; None if those of this host alone have used one."""
+    """The address at which the other processes reach this one, by the connections of ``meet``.
+
+    None if processes of this host alone have used one, and others may not reach it.
+    """
     addresses = []
     for connection in connections.values():
         with socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -61,7 +54,10 @@ def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
-    """One line about the first entry that is not the same in all, naming who differs from the first; else ""."""
+    """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
+
+    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
+    """
     numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
         expected, *others = (one.get(name, "absent") for one in said)
@@ -79,22 +75,15 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Has reads of a connection raise an OSError after so long; 0 is for ever."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
-
-
-def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> tuple[dict[int, Connection], str]:
-    """Process 0's side, a thread for each caller: who came, and what is wrong with them."""
+def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
+    """Process 0's side: a thread hears each caller."""
     lock, is_over, deadline = threading.Lock(), threading.Event(), time.monotonic() + timeout_s
     came, connections = {0: alike}, dict[int, Connection]()
 
     def hear(caller: socket.socket, address: tuple[Any, ...]) -> None:
         connection, refusal = Connection(caller.detach()), "is no process of this job"
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
-            _wait_at_most(connection, _HELLO_S)
-            token, number, its = json.loads(connection.recv_bytes(_MAX_BYTES))
+            token, number, its = json.loads(_receive(connection, _HELLO_S))
             is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(its) is dict
             if is_known and number in range(1, job.num_processes):
                 with lock:
@@ -120,10 +109,35 @@ def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> tuple[dic
     with lock:
         is_over.set()
     numbers = sorted(came)
+    fault = disagreement([came[number] for number in numbers], numbers=numbers)
     if missing := [str(number) for number in range(job.num_processes) if number not in came]:
         missed = f"process {', '.join(missing)} of {job.num_processes}"
-        return connections, f"{missed} must join at {job.address} within {timeout_s:g} s"
-    return connections, disagreement([came[number] for number in numbers], numbers=numbers)
+        fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.send_bytes(fault.encode())
+    if fault:
+        for connection in connections.values():
+            connection.close()
+        raise ValueError(fault)
+    return connections
+
+
+def _receive(connection: Connection, timeout_s: float) -> bytes:
+    """A message; the connection ends if it has not come whole in time."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            return connection.recv_bytes(_MAX_BYTES)
+        finally:
+            timer.cancel()
 
 
 def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
@@ -136,9 +150,10 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
             caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
             caller.settimeout(None)
             connection = Connection(caller.detach())
-            _wait_at_most(connection, remaining_s + _HELLO_S)  # in which process 0 names those that are missing
             connection.send_bytes(said)
-            fault = connection.recv_bytes(_MAX_BYTES).decode()
+            if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
+                raise TimeoutError("it says nothing")
+            fault = _receive(connection, _HELLO_S).decode()
             break
         except (OSError, EOFError) as error:
             if connection is not None:
@@ -151,5 +166,4 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     if fault:
         connection.close()
         raise ValueError(fault)
-    _wait_at_most(connection, 0)
     return connection

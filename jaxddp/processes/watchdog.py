@@ -57,14 +57,11 @@ class _Process:
     heard: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)  # when it went further
     idle: float = field(default_factory=time.monotonic)  # when it was in no step
+    told: float = 0.0
     place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
     ended: str | None = None  # the error, "" if there is none
     ended_at: float = 0.0
     is_gone: bool = False
-
-    @property
-    def last_step(self) -> str:
-        return f"its last step {self.place[0]}"
 
     def hear(self, said: Mapping[str, Any], now: float) -> None:
         self.heard = now
@@ -79,9 +76,16 @@ class _Process:
 class _Watchdog:
     """This process's thread, and what it knows of the others."""
 
-    def __init__(self, job: Job, connections: Any, stuck_s: float, needs_first: bool, count: Any) -> None:
-        self._number, self._stuck_s = job.process_id, stuck_s
-        self._needs_first, self._count_collectives = needs_first, count
+    def __init__(
+        self,
+        job: Job,
+        connections: Mapping[int, Connection],
+        stuck_s: float,
+        needs_first: bool,
+        count_collectives: Callable[[], int],
+    ) -> None:
+        self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
+        self._count_collectives = count_collectives
         self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._selector = selectors.DefaultSelector()
@@ -158,19 +162,21 @@ class _Watchdog:
         self._fault, self._faulty_since = fault, time.monotonic()
 
     def _tell(self, said: dict[str, Any], now: float) -> None:
-        """Says it to all but those that are silent, and so may not read: what is unread must fit a buffer."""
+        """Says it to all; to one that is silent, and so may not read, seldom: what is unread must fit its buffer."""
         for other in self._others.values():
-            if not other.is_gone and ("end" in said or now - other.heard < _PAUSE_S):
+            is_silent = now - other.heard > _PAUSE_S and now - other.told < self._stuck_s / 20
+            if not other.is_gone and ("end" in said or not is_silent):
+                other.told = now
                 with contextlib.suppress(OSError):
                     other.connection.send_bytes(json.dumps(said).encode())
 
     def _judge(self, now: float) -> _Fault | None:
         for number, other in self._others.items():
             if other.ended is None and other.is_gone:
-                return _Fault(f"process {number} is gone, {other.last_step}", False)
+                return _Fault(f"process {number} is gone, {_last_step(other)}", False)
             patience_s = self._patience_s(other)
             if other.ended is None and now - other.heard > patience_s:
-                return _Fault(f"process {number} has not answered for {patience_s:g} s, {other.last_step}", True)
+                return _Fault(f"process {number} has not answered for {patience_s:g} s, {_last_step(other)}", True)
         if self._number != 0:
             return None
         everyone = {0: self._mine, **dict(sorted(self._others.items()))}
@@ -182,9 +188,9 @@ class _Watchdog:
                 continue
             is_one_missed = True
             if one.is_gone or now - one.ended_at > GRACE_S:
-                how = f"failed, {one.last_step}: {one.ended}"
+                how = f"failed, {_last_step(one)}: {one.ended}"
                 if not one.ended:
-                    how = f"has ended, {one.last_step}, and others began {_name(newest, one.place)}"
+                    how = f"has ended, {_last_step(one)}, and others began {_name(newest, one.place)}"
                 return _Fault(f"process {number} {how}", False, number if one.ended else -1)
         live = {number: one for number, one in everyone.items() if one.ended is None}
         if is_one_missed or not live:
@@ -251,6 +257,10 @@ def _name(place: tuple[int, ...], missed: tuple[int, ...] = (-1, 0, 0)) -> str:
     if missed[0] < step:
         return f"step {step}" if not call else f"call {call} after step {step}"
     return f"call {call} after step {step}" if missed[1] < call else f"collective {collectives}, after step {step},"
+
+
+def _last_step(process: _Process) -> str:
+    return f"its last step {process.place[0]}"
 
 
 _watchdog: _Watchdog | None = None
