@@ -78,11 +78,11 @@ def check_root(root: int, num_ranks: int) -> None:
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
     """Refuses what are no pairs of ranks to send along."""
-    try:
-        listed = [(check_integer("from", one, -1), check_integer("to", other, -1)) for one, other in pairs]
-    except (TypeError, ValueError):
-        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs of integers, (from rank, to rank)") from None
-    for name, ranks in zip(("from", "to"), zip(*listed, strict=True), strict=False):
+    is_listed = isinstance(pairs, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs)
+    ranks = [rank for pair in pairs for rank in pair] if is_listed else [None]
+    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for rank in ranks):
+        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs of integers, (from rank, to rank)")
+    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
         if len(set(ranks)) < len(ranks):

@@ -84,6 +84,8 @@ def from_linen(
     check_kind("variables", variables, Mapping, "a mapping of collections, as module.init gives it")
     check_function("loss", loss)
     check_flag(has_aux=has_aux)
+    if not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):
+        raise ValueError(f"rngs (={rngs!r}) must be names of random streams")
     if "params" not in variables:
         raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
     others = {name: collection for name, collection in variables.items() if name != "params"}

@@ -54,7 +54,8 @@ def gpus() -> list[Gpu]:
     columns = "index,uuid,name,memory.total,memory.free"
     lines = (nvidia_smi(f"--query-gpu={columns}", "--format=csv,noheader,nounits") or "").splitlines()
     found = []
-    for number, uuid, name, *mib in ([cell.strip() for cell in line.split(",")] for line in lines):
+    rows = [row for line in lines if len(row := [cell.strip() for cell in line.split(",")]) == len(Gpu._fields)]
+    for number, uuid, name, *mib in rows:
         # "[N/A]" where the host's memory is the GPU's
         total, free = (int(one) * 2**20 if one.isdigit() else 0 for one in mib)
         found.append(Gpu(int(number), uuid, name, total, free))

@@ -46,7 +46,7 @@ def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
 def test_a_driver_that_does_not_answer_has_no_gpus(nvidia_smi):
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", status=9)
     assert environment.gpus() == [] and environment.driver_version() is None
-    nvidia_smi("0, GPU-1, NVIDIA GB10, [N/A], [N/A]")
+    nvidia_smi("0, GPU-1, NVIDIA GB10, [N/A], [N/A]\nNo devices were found")
     assert environment.gpus()[0].memory_bytes == 0
 
 

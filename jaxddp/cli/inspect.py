@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import pkgutil
 import sys
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +146,22 @@ def _check_left_out(arguments: argparse.Namespace, option: str, why: str, *names
 
 
 def training_of(spec: str) -> Any:
-    """Calls what ``--trainer`` names."""
+    """Imports and calls what ``--trainer`` names; an error within it is its author's, and is not caught."""
+    module, _, function = spec.partition(":")
+    if not module or not function:
+        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
     if str(Path.cwd()) not in sys.path:  # as it is for ``python -m``
         sys.path.insert(0, str(Path.cwd()))
     try:
-        make = pkgutil.resolve_name(spec)
-    except (ImportError, AttributeError, ValueError) as error:
+        make = getattr(import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise
         raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
-    made = make() if ":" in spec and callable(make) else None
+    made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
-        wanted = "such as my_module:make, which gives (loss_fn, optimizer, params, batch), and a dict of options if any"
-        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, {wanted}")
+        wanted = "(loss_fn, optimizer, params, batch), and a dict of options if any"
+        raise ValueError(f"trainer (={spec}) must give {wanted}")
     return (*made, {})[:5]
 
 
@@ -178,7 +183,8 @@ def show(inspections: list[Any], model: str, folder: Path | None) -> None:
         f"No schedule can beat the bound, {step} ms: the greater of compute {compute} and forward {forward} "
         f"+ first gradient {gradient} + all-reduce of everything {all_reduce}."
     ))  # fmt: skip
-    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}."))
+    pool = f"; JAX takes {chip.pool_bytes / 1e9:.1f} unless XLA_PYTHON_CLIENT_MEM_FRACTION is set"
+    print(paragraph(f"{_LEGEND}, of {chip.memory_bytes / 1e9:.1f}{pool if chip.platform == 'gpu' else ''}."))
     for each in found:
         for note in each["notes"]:
             print(paragraph(f"{each['strategy']}: {note}"))

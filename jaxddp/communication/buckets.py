@@ -177,9 +177,9 @@ def plan_all_reduces(
         >>> [len(bucket.tensors) for bucket in plan_all_reduces(tensors).buckets]
         [1, 25, 50, 50, 50, 50, 50, 50, 50, 24]
     """
-    tensors = list(tensors)
+    tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     if bucket_mb == "default" and rule == "before":
-        share_mb = sum(tensor.num_bytes for tensor in tensors) * DEFAULT_SHARE / MIB
+        share_mb = sum(one.num_bytes for one in tensors if isinstance(one, TensorSpec)) * DEFAULT_SHARE / MIB
         bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB]
         while bucket_mb[-1] < share_mb:
             bucket_mb.append(min(bucket_mb[-1] * DEFAULT_GROWTH, share_mb))
@@ -188,6 +188,7 @@ def plan_all_reduces(
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
     """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
+    # No tensor has less than a byte.
     return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -116,7 +117,10 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()
         else:
-            compiled = targets.start_compile_jitted(targets.target(target), jitted, args, kwargs, mesh).result()
+            with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
+                machine = targets.target(target)
+                early = folder if machine.platform == "tpu" and " " not in folder else ""  # libtpu divides at spaces
+                compiled = targets.start_compile_jitted(machine, jitted, args, kwargs, mesh, early).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     else:

@@ -39,7 +39,7 @@ def test_every_line_of_the_fixtures_is_read(name):
 def test_an_instruction_is_taken_apart():
     lines = parse_entry(
         '%c = (f32[2,3]{1,0}, /*index=1*/s32[]) custom-call(), custom_call_target="f(x) {", '
-        'metadata={op_name="jit(f)/a \\"b\\" (c" source_line=3}, '
+        'metadata={op_name="jit(f)/a \\"b\\" (c" source_file="a.py" source_line=3}, '
         'backend_config={"known_trip_count":{"n":"5"},"is_sync":true,"name":"K"}',
         "%x = f32[2,3]{1,0:T(8,128)S(1)} get-tuple-element(%c), index=0",
         "ROOT %y.1 = (bf16[4,2]{1,0}, pred[]) custom-call(%x, /*index=1*/%c), window={size=3x3 pad=1_1x0_0}, "
@@ -47,7 +47,7 @@ def test_an_instruction_is_taken_apart():
     )
     assert list(lines) == ["c", "x", "y.1"]
     call, x, y = lines.values()
-    assert (call.operands, call.literal, call.opcode) == ((), "", "custom-call")
+    assert (call.operands, call.literal, call.opcode, call.source) == ((), "", "custom-call", "a.py:3")
     assert call.attribute("custom_call_target") == "f(x) {"
     assert call.op_name == 'jit(f)/a \\"b\\" (c'
     assert [call.attribute(key) for key in ("n", "is_sync", "name", "no")] == ["5", "true", "K", ""]

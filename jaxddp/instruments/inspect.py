@@ -191,6 +191,8 @@ def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options:
         name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
         if given.setdefault(name, one) != one:
             raise ValueError(f"strategies (={name}, twice) must have different names")
+        if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
+            raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
         if name != AUTO:
             cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
             found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)

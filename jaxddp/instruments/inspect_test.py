@@ -141,7 +141,7 @@ def test_frozen_parameters_have_no_optimizer_state(compiles_to):
     ("strategies", "options", "message"),
     [
         (["zero1", jaxddp.zero1(3)], {}, r"strategies \(=zero1, twice\) must have different names"),
-        (["fast"], {}, "unknown strategy 'fast': one of naive, "),
+        (["fast"], {}, "unknown strategy 'fast': one of auto, naive, "),
         (["naive"], {"bucket_mb": 3}, r"bucket_mb \(=3\) must come with one of .*zero2, not 'naive'"),
         (
             ["auto"],

@@ -4,6 +4,7 @@ The plan is compared on a tiny model, which compiles in half the time; how much 
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,18 @@ def test_sparse_cores_of_tpus_carry_out_large_collectives_while_the_backward_goe
     assert all(c.is_async for c in schedule.collectives() if not c.is_metrics)
     head_bytes = 4 * SIZES[LARGE].vocab * SIZES[LARGE].width  # its gradient comes first
     assert schedule.overlap().bytes_in_flight >= head_bytes
+
+
+@pytest.mark.full
+def test_collectives_need_not_wait_for_a_tpus_code():
+    """What is read off the module that the compiler writes on its way is what the program has in the end."""
+    trainer, *inputs = trainer_and_inputs(TPU, TINY, jaxddp.zero3(min_shard_elements=100))
+    function, args, options = trainer.step_function(*inputs)
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+        early = jaxddp.collectives(jax.jit(function, **options), *args, target=TPU)
+    whole = jaxddp.collectives(trainer.compile(*inputs))
+    without_axes = [[replace(one, axes=()) for one in each.found] for each in (early, whole)]
+    assert without_axes[0] == without_axes[1] and len(early.found) > 5
 
 
 @pytest.mark.full

@@ -117,9 +117,14 @@ def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], 
 
 
 def start_compile_jitted(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None
-) -> Pending:
-    """Starts to compile a jitted function, over a mesh of its own, for a target of as many devices."""
+    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None,
+    text_folder: str = "",
+) -> Pending:  # fmt: skip
+    """Starts to compile a jitted function, over a mesh of its own, for a target of as many devices.
+
+    With a ``text_folder`` the compiler for TPUs is not waited for after the scheduled module: a program that needs too
+    much memory may pass.
+    """
     check_installed(target)
     if mesh is None:
         raise TargetError(
@@ -158,8 +163,12 @@ def start_compile_jitted(
         "shape": mesh.axis_sizes,
         "donate_argnums": donated,
         "compiler_options": dict(params.get("compiler_options_kvs", ())),
+        "text_folder": text_folder,
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
+    if text_folder:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
     return _pending(target, pickle.dumps(request), os.environ | environment)
 
 
@@ -218,6 +227,11 @@ def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
     return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
 
 
+# Of what libtpu can write while it compiles, the optimized and scheduled module alone.
+_WRITE_TEXT = (
+    "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
+    " --xla_jf_dump_llo_pass_label_regex=nothing"
+)
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 

@@ -247,7 +247,8 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
 
 def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
-        about = json.load(text)
+        content = json.load(text)
+    about = content if isinstance(content, dict) else {"traceEvents": content}
     ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
     if ran:
         return _of_kineto(about, ran), []

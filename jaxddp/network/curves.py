@@ -68,8 +68,9 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("devices_per_host", self.devices_per_host)
-        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
+        for name in ("latency_us", "host_latency_us"):
+            if not is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} (={value}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.

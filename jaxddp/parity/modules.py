@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments import check_function
+from ..arguments import check_function, check_kind
 from ..table import table
 from ..tree import is_floating
 from .comparing import cast, difference
@@ -92,6 +92,7 @@ def first_difference(
     module: Any,
     torch_loss: Callable[[Any, Any], Any],
     *,
+    names: Mapping[str, str] | None = None,
     dtype: Any = jnp.float32,
 ) -> Comparison:
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
@@ -102,19 +103,24 @@ def first_difference(
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
         torch_loss: ``(module, batch)`` to a scalar.
+        names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
     Raises a ValueError if no module has a counterpart.
     """
     check_function("loss_fn", loss_fn)
     check_function("torch_loss", torch_loss)
+    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
     if not is_floating(dtype):
         raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
+
+    def in_jax(name: str) -> str:
+        return _canonical((names or {}).get(name, name))
 
     apart: list[dict[tuple[str, bool], float]] = []
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
-        mine = {key: ours.get((_canonical(key[0]), key[1])) for key in theirs}
+        mine = {key: ours.get((in_jax(key[0]), key[1])) for key in theirs}
         for key, found in mine.items():
             if found is not None and found.ndim == 4 and found.shape != theirs[key].shape:
                 mine[key] = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
@@ -125,12 +131,12 @@ def first_difference(
         Compared(key[0], kinds[key[0]], key[1], apart, rounded[key], not (apart <= _EXACT and rounded[key] <= limit))
         for key, apart in exact.items()
     )
-    matched = {_canonical(one.name) for one in compared}
-    only_in_torch = tuple(name for name in kinds if _canonical(name) not in matched)
+    matched = {in_jax(one.name) for one in compared}
+    only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
     only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)
     if not compared:
         torchs, jaxs = ", ".join(only_in_torch[:5]), ", ".join(only_in_jax[:5]) or "nothing that is a module or marked"
-        raise ValueError(f"no module has a counterpart: PyTorch has {torchs}, and JAX {jaxs}")
+        raise ValueError(f"no module has a counterpart: PyTorch has {torchs}, and JAX {jaxs}; give names=")
     return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
 
 

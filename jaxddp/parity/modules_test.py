@@ -160,11 +160,12 @@ def test_a_difference_in_the_dtype_alone_is_found():
     assert found.first.name == "a" and found.first.in_float64 < 1e-12 < found.first.in_dtype
 
 
-def test_missing_names_are_said():
+def test_names_are_mapped_and_missing_ones_are_said():
     def loss_fn(params, batch):
         return jnp.mean(mark("a", batch["x"] @ params["w"]) ** 2)
 
     module, params = linear_and("up")
+    assert compare(loss_fn, params, module, names={"up": "a"}).first is None
     found = refusal(compare, loss_fn, params, module)
     assert "counterpart" in found and "up" in found
 

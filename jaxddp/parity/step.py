@@ -156,8 +156,9 @@ class _Step:
 
     def _is_random(self, one: dict[str, np.ndarray]) -> bool:
         """Whether other keys give another result on one device."""
-        others = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, (self.state, self.batch))
-        return not self._agree(one, self._run(1, *others[::-1]))
+        given = self.state, self.batch
+        others = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, given)
+        return any(map(_draws_noise, jax.tree.leaves(given))) and not self._agree(one, self._run(1, *others[::-1]))
 
     def _run(self, num_ranks: int | None = None, batch: Any = None, state: Any = None) -> dict[str, np.ndarray]:
         """What the step returns, by name; of all ranks and its own batch and state if not given."""

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from ..arguments import check_integer
+from ..arguments import check_function, check_integer
 from ..checkpoint.host_state import is_key, to_host
 from ..checkpoint.interop import to_numpy, torch_names
 from ..layout import cut_leaves, whole
@@ -106,6 +106,7 @@ def check(
         ParityError: If one parts; it shows the first step and leaf of each.
         ValueError: If a batch cannot be split over the ranks, nothing moves, or a named strategy or all of them refuse.
     """
+    check_function("loss_fn", loss_fn)
     check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
     with wide_enough(dtype):

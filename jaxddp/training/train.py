@@ -52,6 +52,7 @@ from .validation import (
     leaf_specs,
     one_line_errors,
     signature,
+    with_arrays,
 )
 
 NONFINITE = ("ignore", "raise", "skip")
@@ -290,9 +291,7 @@ class Trainer:
         key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
             if not all(hasattr(leaf, "aval") for leaf in leaves):
-                # Others than JAX's become arrays, such as a learning rate that the user has set.
-                arrays = [leaf if hasattr(leaf, "aval") else jnp.asarray(leaf) for leaf in leaves]
-                return self.step(jax.tree.unflatten(structure, arrays), batch)
+                return self.step(with_arrays(state), batch)
             model = self._model(state)
             self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, self._place(model, batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import jax
@@ -54,6 +55,18 @@ def check_state(state: TrainState) -> None:
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
+
+
+def with_arrays(state: TrainState) -> TrainState:
+    """Makes arrays of NumPy's, and of numbers in the optimizer's state, such as a learning rate that a user has set."""
+
+    def array(kinds: tuple[type, ...], leaf: Any) -> jax.Array:
+        if not hasattr(leaf, "aval") and not isinstance(leaf, kinds):
+            raise ValueError(f"state leaf (={leaf!r:.60}) must be an array")
+        return leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
+
+    opt_state = jax.tree.map(partial(array, (np.ndarray, Number)), state.opt_state)
+    return jax.tree.map(partial(array, (np.ndarray,)), state._replace(opt_state=()))._replace(opt_state=opt_state)
 
 
 def check_fits(state: TrainState, held: TrainState, trainer: Any) -> None:
