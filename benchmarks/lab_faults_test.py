@@ -13,12 +13,10 @@ from jaxddp.processes.watchdog import STATUS
 from parity_tests import faults_test as faults
 from parity_tests.faults_test import GONE, LEAVE_S, NUM_PROCESSES, SILENT, STUCK_S, Job
 
+pytestmark = [pytest.mark.lab, pytest.mark.full, pytest.mark.parametrize("framework", ["jaxddp", "torchref"])]
 PROGRAMS = {"jaxddp": faults.JAX, "torchref": faults.TORCH}
 
 
-@pytest.mark.lab
-@pytest.mark.full
-@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
     times = []
     for trial in range(faults.NUM_FAULTS):
@@ -35,9 +33,6 @@ def test_a_link_that_is_cut_ends_the_job(tmp_path, framework):
     faults.report(f"{framework}, a cut link", times)
 
 
-@pytest.mark.lab
-@pytest.mark.full
-@pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_link_that_crawls_ends_the_job(tmp_path, framework):
     """Beats may still arrive: then all wait in one step, or one is a collective behind."""
     with Lab(NUM_PROCESSES, 1000) as lab, Job(tmp_path / "job", PROGRAMS[framework], hosts=lab.hosts) as job:

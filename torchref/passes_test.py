@@ -206,19 +206,17 @@ def passes_beside(name):
             check_weights(net, expected(0) | dict(list(model().named_parameters())[:2]))
             assert name == "flat"
 
-    net, tx, x = wrapped(name)  # a forward that checkpointing repeats in the backward is no new pass
-    halves = [checkpoint(net, x[:1], use_reentrant=False), checkpoint(net, x[1:], use_reentrant=False)]
-    sum(half.square().sum() for half in halves).backward()
-    net.finish_gradient_synchronization()
-    tx.step()
-    check_weights(net, expected(0))
-
-    net, tx, x = wrapped(name)  # a backward within another
-    hidden = net.module[1](net.module[0](x))
-    checkpoint(net.module[2], hidden, use_reentrant=True).square().sum().backward()
-    net.finish_gradient_synchronization()
-    tx.step()
-    check_weights(net, expected(0))
+    for is_within in (False, True):
+        net, tx, x = wrapped(name)
+        if is_within:  # a backward within another
+            hidden = net.module[1](net.module[0](x))
+            checkpoint(net.module[2], hidden, use_reentrant=True).square().sum().backward()
+        else:  # a forward that checkpointing repeats in the backward is no new pass
+            halves = [checkpoint(net, x[:1], use_reentrant=False), checkpoint(net, x[1:], use_reentrant=False)]
+            sum(half.square().sum() for half in halves).backward()
+        net.finish_gradient_synchronization()
+        tx.step()
+        check_weights(net, expected(0))
 
     net, _, x = wrapped(name)  # in place of no_sync
     net.require_backward_grad_sync = False

@@ -65,8 +65,8 @@ def test_frameworks_that_do_not_fit_into_a_gpu_together_take_it_one_after_the_ot
 def test_one_gpu_takes_no_step_without_communication_since_none_has_any(monkeypatch):
     with_gpus(monkeypatch, 1)
     (case,) = strategies.strategies_cases(options())
-    setup = case.setup[0]
-    assert (case.name, setup.num_runs("jaxddp"), setup.num_runs("torchref")) == ("jaxddp and torchref", 9, 12)
+    runs = [case.setup[0].num_runs(one) for one in ("jaxddp", "torchref")]
+    assert (case.name, runs) == ("jaxddp and torchref", [9, 12])
     monkeypatch.setattr(Ranks, "run", lambda self, *arguments, **options: [{}])
     assert [row["notes"] for row in strategies.measure_steps(case, print)] == [[strategies.ONE_RANK]]
 

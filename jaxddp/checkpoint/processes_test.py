@@ -13,7 +13,8 @@ from jaxddp.mesh_test import run_workers
 
 NUM_PROCESSES = 2
 
-WORKER = """
+START = """
+import json
 import sys
 import jax
 import numpy as np
@@ -21,9 +22,12 @@ import jaxddp
 
 address, process_id, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", {})
 jaxddp.start_process(address, 2, process_id)
-
+"""
+WORKER = (
+    START.format(2)
+    + """
 from jax.experimental import multihost_utils
 from jaxddp.training import placement
 from jaxddp.checkpoint import host_state
@@ -58,6 +62,7 @@ with Checkpoints(folder) as checkpoints:
     checkpoints.save(owned, step(owned, state, position), data_position=position + BATCH)
 print(sharded.num_ranks)
 """
+)
 
 
 def test_processes_save_and_restore_as_one(tmp_path):
@@ -73,17 +78,9 @@ def test_processes_save_and_restore_as_one(tmp_path):
         assert_near(dict_of(trainer, state), uninterrupted(4))
 
 
-SEES_OTHERS = """
-import json
-import sys
-import jax
-import jaxddp
-
-address, process_id, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_num_cpu_devices", 1)
-jaxddp.start_process(address, 2, process_id)
-
+SEES_OTHERS = (
+    START.format(1)
+    + """
 from jaxddp.checkpoint.checkpoints_test import make, make_params
 trainer, found = make(jaxddp.zero1()), []
 for case in ("empty", "older", "another", "damaged", "fallen"):
@@ -95,6 +92,7 @@ for case in ("empty", "older", "another", "damaged", "fallen"):
             found.append(str(error))
 print(json.dumps(found))
 """
+)
 
 
 def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named(tmp_path):

@@ -66,10 +66,7 @@ def random_program(rng, depth=0):
 
 
 def unrolled(operations, latency_s, ids):
-    """Instructions of one step, with loops written out: compute, start and wait, each collective with its number.
-
-    A loop without collectives is one computation.
-    """
+    """Instructions of one step, loops with collectives written out: compute, start and wait, each with its number."""
     names = {}
     for op in operations:
         inner = [one for _ in range(op.trips if op.body else 0) for one in unrolled(op.body, latency_s, ids)]

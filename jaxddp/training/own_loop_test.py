@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(6e-4)]
 BATCH_SPLIT = P(), P("data")
 EXPLICIT = {"axis_type": AxisType.Explicit}
+by_check = pytest.mark.parametrize("check_vma", [True, False])
 by_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
 
 
@@ -102,7 +103,7 @@ def test_losses_with_weights_aux_and_noise_of_each_rank(strategy):
     assert_near(aux["each"], noise)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@by_check
 def test_a_gradient_that_is_only_what_a_rank_closes_over_is_averaged(check_vma):
     strategy = jaxddp.bucketed()
 
@@ -122,7 +123,7 @@ def test_a_gradient_that_is_only_what_a_rank_closes_over_is_averaged(check_vma):
     assert compiled == [("all-reduce", 4 * 8)]  # as planned, in one bucket
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@by_check
 def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(check_vma):
     strategy, params, batch = jaxddp.bucketed(), make_params(), make_batch()
 
@@ -135,7 +136,7 @@ def test_a_loss_that_is_a_mean_over_ranks_already_has_the_same_gradient(check_vm
 
 @pytest.mark.sample
 @by_strategy
-@pytest.mark.parametrize("check_vma", [True, False])
+@by_check
 def test_on_two_axes_only_the_given_one_is_reduced(strategy, check_vma):
     """Examples are split over the first, columns of the hidden layer over the second."""
     mesh = grid(2, 2, names=("batch", "model"))
@@ -196,7 +197,7 @@ def test_parameters_may_be_marked_already_and_one_rank_sends_nothing():
 
 @pytest.mark.sample
 @by_strategy
-@pytest.mark.parametrize("check_vma", [True, False])
+@by_check
 def test_a_gradient_that_is_a_constant_is_sent_as_planned(strategy, check_vma):
     def loss_fn(params, batch):
         return mean_loss(params, batch) + 2 * params["slope"].sum() + (params["tilt"] * np.arange(6.0)).sum()
@@ -251,7 +252,7 @@ def test_a_plan_leaves_out_what_is_unused_or_empty():
     assert compiled == [("all-reduce", 8 * sum(params[name].size for name in ("up", "down", "bias")))]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@by_check
 def test_a_plan_may_meet_gradients_that_were_constant_when_it_was_made(check_vma):
     def with_slope(params, batch, is_used):
         return mean_loss(params, batch) + is_used * jnp.mean(batch["x"]) * jnp.sum(params["slope"])
