@@ -109,7 +109,7 @@ class TrainingSetup:
         return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
 
     def baselines(self, framework: str) -> list[StrategySpec]:
-        """The strategies of a framework that also run without communication, which one rank does; of peers one can."""
+        """The strategies that also run without communication: none on one rank, which has none; of peers one can."""
         able = (*STRATEGIES, "DistributedDataParallel") if self.with_baselines and self.ranks.num > 1 else ()
         return [one for one in self.strategies[framework] if one.name in able]
 
