@@ -50,6 +50,22 @@ def test_twins_have_the_same_public_names_in_the_same_order(file):
     assert ours
 
 
+# Files of one package alone: what has no framework, what XLA does over Gloo, and what a trace tells of a program.
+ONLY_FILES = {
+    "communication": {"buckets", "gloo", "planned", "traces"},
+    "zero": {"elementwise", "optimizers"},  # a trace shows which optimizers are element-wise; torch's are listed
+}
+
+
+@pytest.mark.parametrize("folder", ["communication", "ddp", "zero", "models"])
+def test_folders_of_strategies_hold_the_same_files(folder):
+    ours, theirs = (
+        {path.stem for path in Path(package.__file__).parent.glob(f"{folder}/*.py") if "_test" not in path.stem}
+        for package in (jaxddp, torchref)
+    )
+    assert ours ^ theirs == ONLY_FILES.get(folder, set())
+
+
 FILES = {name: f"ddp/{name}" for name in ("naive", "flat", "overlapped", "bucketed")} | {
     "zero1": "zero/stages_1_and_2",
     "zero2": "zero/stages_1_and_2",

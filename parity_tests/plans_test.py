@@ -18,7 +18,7 @@ import torchref.models
 from jaxddp.checkpoint.interop import torch_names
 from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from jaxddp.communication.traces import plan_trace, trace_gradients
-from torchref.communication.buffers import tensor_spec
+from torchref.communication.reduction import tensor_spec
 
 from .jax_side import is_trainable
 

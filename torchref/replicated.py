@@ -13,9 +13,9 @@ from torch import nn
 
 from jaxddp.communication.buckets import Bucket
 
-from .communication.buffers import pack, unpack
 from .communication.collectives import record, silent
 from .communication.hooks import Hook, all_reduce
+from .communication.reduction import pack, unpack
 from .strategy import DataParallel
 
 

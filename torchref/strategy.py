@@ -35,8 +35,8 @@ from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import check_alike
 from .clipping import clip_to_norm_, global_norm
-from .communication.buffers import check_dense, tensor_spec
 from .communication.collectives import broadcast
+from .communication.reduction import check_dense, tensor_spec
 from .communication.sharding import Cut, gather_whole
 from .parts import PartialGradient, Shard
 

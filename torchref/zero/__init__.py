@@ -1,6 +1,6 @@
 """ZeRO: data parallelism whose training state is sharded over the ranks.
 
-stages_1_and_2.py, stage3.py   the strategies; of stage 3, layers.py has the modules that gather their parameters
+stages_1_and_2.py, stage3.py   the strategies; of stage 3, gather.py has the modules that gather their parameters
 owners.py                      an older reading of stage 1: whole parameters are dealt out to ranks
 optimizers.py                  which optimizers can run on shards; parameter groups and state dicts
 """

@@ -34,7 +34,7 @@ from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gradient
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
-from .layers import Unit
+from .gather import Unit
 from .optimizers import check_elementwise
 
 

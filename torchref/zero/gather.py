@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 from jaxddp.communication.buckets import BucketPlan, plan_buckets
 
-from ..communication.buffers import check_dense, tensor_spec
 from ..communication.collectives import all_gather, reduce_scatter
+from ..communication.reduction import check_dense, tensor_spec
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import Shard
 
