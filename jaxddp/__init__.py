@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from .training.own_loop import value_and_grad as value_and_grad
     from .training.shard_optimizer import shard_optimizer as shard_optimizer
     from .training.shard_optimizer import sharded_specs as sharded_specs
-    from .training.train import NonFiniteError as NonFiniteError
     from .training.train import Trainer as Trainer
     from .training.train import TrainState as TrainState
     from .training.train import check_replicas as check_replicas
@@ -83,7 +82,7 @@ _NAMES = {
     ".ddp": ("naive", "flat", "overlapped", "bucketed"),
     ".zero": ("layer", "zero1", "zero2", "zero3"),
     ".training.shard_optimizer": ("shard_optimizer", "sharded_specs"),
-    ".training.train": ("NonFiniteError", "Trainer", "TrainState", "check_replicas"),
+    ".training.train": ("Trainer", "TrainState", "check_replicas"),
     ".processes.replicas": ("ReplicaError",),
     ".training.xla": ("compile_options",),
     ".training.ema": ("params_ema",),

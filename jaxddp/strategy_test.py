@@ -67,7 +67,7 @@ def test_without_the_options_xla_sends_all_at_once(model):
     loss_fn, params, batch = model
     trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), STRATEGIES["bucketed"], jaxddp.data_mesh(NUM_RANKS))
     state = trainer.init(params)
-    function, args, options = trainer.step_function(state, batch)
+    function, args, options = trainer.programs(state).step_function(state, batch)
     merged = jax.jit(function, **options | {"compiler_options": {}}).lower(*args).compile()
     assert [kind for kind, _ in jaxddp.gradient_collectives(merged)] == ["all-reduce"]
     assert len(trainer.planned(state, batch)) > 1

@@ -295,8 +295,8 @@ class _Run:
                 return wrong
         if wrong := self._weights(trainer, state, reference):
             return wrong
-        if case.state_sync and synced != sorted(trainer.planned_sync(state)):
-            return f"planned {trainer.planned_sync(state)} for the model state, compiled {synced}"
+        if case.state_sync and synced != sorted(trainer.programs(state).planned_sync(state)):
+            return f"planned {trainer.programs(state).planned_sync(state)} for the model state, compiled {synced}"
         return None if planned == compiled else f"planned {planned}, compiled {compiled}"
 
     def _trainer(self) -> jaxddp.Trainer:

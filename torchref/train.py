@@ -56,14 +56,14 @@ class Trainer:
                 the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, on all
-                ranks: ``"ignore"`` nothing, ``"raise"`` raise before the update, ``"skip"`` not update.
+                ranks: ``"ignore"`` nothing, ``"skip"`` not update.
         """
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         self._parallel = net if isinstance(net, DataParallel) else None
-        if nonfinite not in ("ignore", "raise", "skip"):
-            raise ValueError(f"nonfinite (={nonfinite!r}) must be one of ignore, raise, skip")
+        if nonfinite not in ("ignore", "skip"):
+            raise ValueError(f"nonfinite (={nonfinite!r}) must be ignore or skip")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
         self.max_grad_norm, self.nonfinite, self.num_steps = max_grad_norm, nonfinite, 0
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
@@ -77,7 +77,6 @@ class Trainer:
             ``"skipped"``, 1 if it was, else 0, with ``nonfinite="skip"``.
 
         Raises:
-            FloatingPointError: If loss or gradient are not finite and ``nonfinite="raise"``; nothing was updated.
             ValueError: If the batch cannot be split, the loss is not a scalar, a weight is negative, ranks have other
                 options, or unequally many examples and no weights.
         """
@@ -96,11 +95,7 @@ class Trainer:
             if fault and self._parallel is not None:
                 refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
-        is_skipped = bool(divisor) and not is_finite
-        if is_skipped and self.nonfinite == "raise":
-            found = f"loss (={metrics['loss']}) and gradient norm (={metrics['grad_norm']}) of step {self.num_steps}"
-            raise FloatingPointError(f"{found} must be finite")
-        return metrics | ({"skipped": float(is_skipped)} if self.nonfinite == "skip" else {})
+        return metrics | ({"skipped": float(bool(divisor) and not is_finite)} if self.nonfinite == "skip" else {})
 
     def _backwards(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""

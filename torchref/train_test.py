@@ -118,13 +118,13 @@ def test_a_wrong_argument_is_one_line_on_all_ranks(ranks):
     ranks.run(wrong_arguments, num_ranks=2)
 
 
-def steps_with_nan(strategy, nonfinite, is_nan):
+def steps_with_nan(strategy, is_nan):
     """What each step said, and whether it changed nothing; rank 1's rows alone hold NaN, in the steps that say so."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     net, optimizer = make_training(strategy, module, torch.optim.Adam, {}, lr=0.1)
     state = (net.optimizer if net.owns_optimizer else optimizer).state
-    trainer = torchref.Trainer(lambda net, batch: net(batch["x"]).square().mean(), optimizer, net, nonfinite=nonfinite)
+    trainer = torchref.Trainer(lambda net, batch: net(batch["x"]).square().mean(), optimizer, net, nonfinite="skip")
 
     def held():
         tensors = [*net.parameters(), *(value for one in state.values() for value in one.values())]
@@ -136,10 +136,7 @@ def steps_with_nan(strategy, nonfinite, is_nan):
         if has_nan and dist.get_rank() == 1:
             x[2, 1] = torch.nan
         before = held()
-        try:
-            said = trainer.step({"x": x}).get("skipped")
-        except FloatingPointError as error:
-            said = str(error)
+        said = trainer.step({"x": x})["skipped"]
         after = held()
         found.append((said, len(before) == len(after) and all(map(torch.equal, before, after))))
     return found
@@ -148,13 +145,5 @@ def steps_with_nan(strategy, nonfinite, is_nan):
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "zero3"])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_touches_nothing(ranks, strategy):
     is_nan = [False, True, False, True, True]
-    for found in ranks.run(steps_with_nan, strategy, "skip", is_nan, num_ranks=2):
+    for found in ranks.run(steps_with_nan, strategy, is_nan, num_ranks=2):
         assert found == [(0.0, False), (1.0, True), (0.0, False), (1.0, True), (1.0, True)]
-
-
-@pytest.mark.parametrize("strategy", ["flat", "zero2", "zero3"])
-def test_a_step_that_is_not_finite_raises_before_its_update(ranks, strategy):
-    ours, theirs = ranks.run(steps_with_nan, strategy, "raise", [False, True], num_ranks=2)
-    first, (error, is_same) = ours
-    assert ours == theirs and first == (None, False) and is_same
-    assert error == "loss (=nan) and gradient norm (=nan) of step 2 must be finite"

@@ -76,7 +76,7 @@ class JaxSide:
             run = Run(step, lambda: _in_float32(trainer.params(state)), None, found)
             if is_jit:
                 return run
-            plan, trace = trainer.plan(state, given), trainer.trace(state, given)
+            plan, trace = trainer.plan(state, given), trainer.programs(state).trace(state, given)
             buckets = [[(names[one.name], one.num_bytes) for one in bucket.tensors] for bucket in plan.buckets]
             ready = zip(trace.tensors.values(), trace.flops_before, strict=True)
             shares = {names[tensor.name]: share for tensor, share in ready}

@@ -247,13 +247,17 @@ def take_steps(
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch)  # it waits itself
-            step, num_batches, loss = training.num_steps, num_batches + 1, float(metrics["loss"])
-            is_skipped = bool(metrics.get("skipped"))
+            step, num_batches = training.num_steps, num_batches + 1
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
             num_skips = num_skips + 1 if is_skipped else 0
-            gives_up = num_skips > max_skips
-            if gives_up:
+            if gives_up := num_skips > max_skips:
                 before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
-                error = FloatingPointError(f"loss (={loss}) and gradient of step {step} must be finite{before}")
+                error = FloatingPointError(
+                    f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite{before}"
+                )
+                if options.nonfinite == "raise":  # the step was taken
+                    raise error
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
             is_last, is_due = error is not None or step == options.steps, options.is_due(step)

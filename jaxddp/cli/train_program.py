@@ -50,7 +50,7 @@ def train(
     trainer = jaxddp.Trainer(
         loss_fn, make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
-        compute_dtype=options.compute_dtype, nonfinite="raise" if options.nonfinite == "raise" else "skip",
+        compute_dtype=options.compute_dtype, nonfinite="ignore" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
     say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")

@@ -130,7 +130,7 @@ def test_sparse_cores_of_tpus_carry_out_large_collectives_while_the_backward_goe
 def test_collectives_need_not_wait_for_a_tpus_code():
     """What is read off the module that the compiler writes on its way is what the program has in the end."""
     trainer, *inputs = trainer_and_inputs(TPU, TINY, jaxddp.zero3(min_shard_elements=100))
-    function, args, options = trainer.step_function(*inputs)
+    function, args, options = trainer.programs(inputs[0]).step_function(*inputs)
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
         early = jaxddp.collectives(jax.jit(function, **options), *args, target=TPU)
     whole = jaxddp.collectives(trainer.compile(*inputs))

@@ -88,7 +88,7 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
     check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
-    function, args, options = trainer.step_function(state, batch)
+    function, args, options = trainer.programs(state).step_function(state, batch)
     return start_compile_for_target(function, args, **options)
 
 
@@ -97,9 +97,10 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
     state = silent.abstract_state(trainer.layout(state).whole(), model_state)
-    trace = silent.trace(state, batch)
+    programs = silent.programs(state)
+    trace = programs.trace(state, batch)
     nothing = BucketPlan((), constants=tuple(tensor.name for tensor in (trace.tensors | trace.constants).values()))
-    function, args, options = silent.step_function(state, batch, nothing)
+    function, args, options = programs.step_function(state, batch, nothing)
     return start_compile_for_target(function, args, **options)
 
 

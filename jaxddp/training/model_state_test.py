@@ -106,10 +106,11 @@ def assert_counted_apart(trainer, calls_collectives):
     schedule = read_schedule(trainer.compile(state, batch))
     found = schedule.collectives()
     assert schedule.gradient_collectives() == sorted(trainer.planned(state, batch))
-    assert [(c.kind, c.num_bytes) for c in found if c.is_model_state] == trainer.planned_sync(state)
-    assert trainer.planned_sync(state) == [("all-reduce", 2 * WIDTH * 8)]
+    assert [(c.kind, c.num_bytes) for c in found if c.is_model_state] == trainer.programs(state).planned_sync(state)
+    programs = trainer.programs(state)
+    assert programs.planned_sync(state) == [("all-reduce", 2 * WIDTH * 8)]
     others = [(c.kind, c.num_bytes) for c in found if not (c.is_gradients or c.is_model_state or c.is_metrics)]
-    assert sorted(others) == sorted(trainer.planned_loss(state, batch)) and bool(others) == calls_collectives
+    assert sorted(others) == sorted(programs.planned_loss(state, batch)) and bool(others) == calls_collectives
 
 
 def assert_trained_as(trainer, state, params, stats):
@@ -168,11 +169,12 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     trainer = trainer_of(mixed_loss, jaxddp.zero1(), has_aux=True)
     state = trainer.init({"w": jnp.ones((WIDTH, 1))}, model_state=mixed_state())
     batch = batches()[0]
-    assert sorted(trainer.planned_sync(state)) == sorted(
+    assert sorted(trainer.programs(state).planned_sync(state)) == sorted(
         ("all-reduce", num_bytes) for num_bytes in (3 * 8, 4, 4, 1, 2 * 4)
     )
     compiled = read_schedule(trainer.compile(state, batch)).collectives()
-    assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == sorted(trainer.planned_sync(state))
+    planned = trainer.programs(state).planned_sync(state)
+    assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == sorted(planned)
     state, metrics = trainer.step(state, batch)
     found = trainer.model_state(state)
     np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
@@ -196,7 +198,7 @@ def test_a_micro_batch_without_examples_that_count_leaves_it():
         total = jnp.sum((batch["x"] * params["w"]) ** 2 * mask)
         return jaxddp.Weighted(total, jnp.sum(mask)), {"mean": 0.5 * state["mean"] + 0.5 * mean}
 
-    trainer = trainer_of(loss_fn, jaxddp.bucketed(), num_ranks=2, num_microbatches=2, nonfinite="raise")
+    trainer = trainer_of(loss_fn, jaxddp.bucketed(), num_ranks=2, num_microbatches=2)
     state = trainer.init({"w": jnp.ones(())}, model_state={"mean": jnp.ones(())})
     batch = {"x": np.arange(1.0, 9.0), "mask": np.array([1.0, 1, 0, 0, 0, 0, 0, 0])}  # one of rank 0's two counts
     state, _ = trainer.step(state, batch)

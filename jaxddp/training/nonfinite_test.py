@@ -67,36 +67,22 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(name):
 
 def test_no_policy_costs_a_collective():
     programs = []
-    for policy in ("ignore", "raise", "skip"):
+    for policy in ("ignore", "skip"):
         trainer = make(jaxddp.zero1(), nonfinite=policy)
         text = trainer.compile(trainer.init(make_params()), batch_of(0)).as_text()
         programs.append([text.count(kind) for kind in ("all-reduce(", "reduce-scatter(", "all-gather(")])
-    assert programs[0] == programs[1] == programs[2]
+    assert programs[0] == programs[1]
 
 
-@pytest.mark.parametrize("strategy", [jaxddp.bucketed(), jaxddp.zero3(min_shard_elements=0)], ids=lambda s: s.name)
-def test_an_error_names_the_leaves_and_holds_the_state_after_the_step(strategy):
-    trainer = make(strategy, nonfinite="raise")
-    state, _ = trainer.step(trainer.init(make_params()), batch_of(0))
-    with pytest.raises(FloatingPointError) as raised:
-        trainer.step(state, batch_of(1, np.nan))
-    assert str(raised.value) == (
-        "loss (=nan) and gradient norm (=nan) of step 2 must be finite; no longer are in the state: params.down, "
-        "params.up, opt_state.0.mu.down and 3 more"
-    )
-    after = raised.value.state
-    assert int(after.step) == 2 and np.isnan(trainer.params(after)["down"]).all()
-
-
-def with_state(nonfinite):
-    """A trainer whose model state, and nothing else, is NaN as soon as the batch has a zero."""
+def with_state():
+    """A trainer that skips, whose model state, and nothing else, is NaN as soon as the batch has a zero."""
 
     def loss_fn(params, state, batch):
         scale = state["scale"] * batch[0, 0] / batch[0, 0]
         return jnp.mean((batch @ params["w"]) ** 2), state | {"scale": scale}
 
     trainer = jaxddp.Trainer(
-        loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite=nonfinite
+        loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite="skip"
     )
     state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "mask": -jnp.full(2, jnp.inf)})
     return trainer, state
@@ -104,13 +90,10 @@ def with_state(nonfinite):
 
 def test_a_model_state_that_no_longer_is_finite_counts_too():
     good, bad = np.ones((4, 3), np.float32), np.eye(4, 3, 1, dtype=np.float32)
-    trainer, state = with_state("skip")
+    trainer, state = with_state()
     state, metrics = trainer.step(state, good)  # an infinity of before is no reason
     assert int(metrics["skipped"]) == 0 and set(metrics) == {"loss", "grad_norm", "skipped"}
     before = bits(state.params, state.opt_state, state.model_state)
     state, metrics = trainer.step(state, bad)
     assert int(metrics["skipped"]) == 1 and np.isfinite(metrics["loss"])
     assert bits(state.params, state.opt_state, state.model_state) == before
-    trainer, state = with_state("raise")
-    with pytest.raises(jaxddp.NonFiniteError, match=r", and model_state, of step 1 .*model_state\.scale"):
-        trainer.step(state, bad)

@@ -73,7 +73,7 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     held = {"zero1": [block, shard, shard], "zero2": [block, shard, shard], "zero3": [shard] * 3}.get(name, [block] * 3)
     assert [tree["layers"][1]["up"].addressable_shards[0].data.size for tree in trees] == held
     compiled = read_schedule(trainer.compile(state, batches()[0])).gradient_groups()
-    assert sorted(trainer.planned_groups(state, batches()[0])) == compiled
+    assert sorted(trainer.programs(state).planned_groups(state, batches()[0])) == compiled
     assert {group for _, _, group in compiled} == {tuple(range(0, trainer.mesh.size, num_model))}
     if "zero" not in name:
         split = 2 * (7 * 8 + 8 + 8 * 7)
@@ -100,9 +100,10 @@ def test_what_xla_adds_along_other_axes_is_not_counted_and_the_state_stays_in_pl
     )
     state, batch = trainer.abstract_state(params, np.zeros(8)), batches(1)[0]
     schedule = read_schedule(trainer.compile(state, batch))
-    assert sorted(trainer.planned_groups(state, batch)) == schedule.gradient_groups()
+    assert sorted(trainer.programs(state).planned_groups(state, batch)) == schedule.gradient_groups()
     found = schedule.collectives()
-    assert [(one.kind, one.num_bytes) for one in found if one.is_model_state] == trainer.planned_sync(state)
+    synced = [(one.kind, one.num_bytes) for one in found if one.is_model_state]
+    assert synced == trainer.programs(state).planned_sync(state)
     assert all(len(one.group) == 2 for one in found)  # those of all devices brought the state back into place
 
 
@@ -183,7 +184,7 @@ def test_stacks_under_a_scan_may_be_split_along_any_dimension(split):
     mesh = grid(2, 2, 2, names=("data", "model", "more"))
     trainer = jaxddp.Trainer(scanned, optax.sgd(0.1), STRATEGIES["zero3"], mesh, param_specs=split)
     state, _ = trained(trainer, trainer.init(params), steps)
-    planned = sorted(trainer.planned_groups(state, steps[0]))
+    planned = sorted(trainer.programs(state).planned_groups(state, steps[0]))
     over_data = {groups for *_, groups in planned}
     compiled = read_schedule(trainer.compile(state, steps[0])).gradient_groups()
     # What is sent along the other axes is XLA's choice: jax 0.12 sends there, jax 0.10 does not.
@@ -199,7 +200,7 @@ def test_on_gpus_that_are_not_here_it_compiles_as_planned(name):
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-2), STRATEGIES[name], mesh, param_specs=SPECS)
     state, batch = trainer.abstract_state(model()), batches()[0]
     compiled = read_schedule(trainer.compile(state, batch)).gradient_groups()
-    assert len(compiled) > 2 and sorted(trainer.planned_groups(state, batch)) == compiled
+    assert len(compiled) > 2 and sorted(trainer.programs(state).planned_groups(state, batch)) == compiled
 
 
 @pytest.mark.parametrize("specs", [{"w": P(None, "model"), "x": {"w": P("model")}, "y": {"w": P()}}, P(None, "model")])

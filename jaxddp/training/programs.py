@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,9 +29,9 @@ from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
 from . import step as steps
-from .model_state import step_with_state
+from .model_state import planned_sync, step_with_state
 from .step import Run, TrainState
-from .validation import abstract, signature
+from .validation import abstract, check_batch, signature
 from .xla import compile_options
 
 Compile = Callable[..., Any]
@@ -101,11 +102,13 @@ class Programs:
         return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        """Traces one rank's backward pass, once for each shape.
+        """Traces one rank's backward pass, once for each shape: gradients in the order in which they become ready.
 
         Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
         """
-        run, (state, batch) = self.run, self._typed(state, batch)
+        run = self.run
+        check_batch(batch, run.layout.ranks.num_ranks, run.num_microbatches)
+        state, batch = self._typed(state, batch)
         key = signature(state.params, state.model_state, batch)
         if key not in self._traces:
             found = []
@@ -152,8 +155,26 @@ class Programs:
             planned = units.each * run.num_microbatches + units.once + planned
         return self._of_several(planned)
 
+    def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Lists ``(kind, bytes, devices of the first group)`` of the same, by their place in the mesh."""
+        devices = np.arange(self._mesh.size).reshape(self._mesh.axis_sizes)
+
+        def group(axes: tuple[str, ...]) -> tuple[int, ...]:
+            place = tuple(slice(None) if axis in axes else 0 for axis in self._mesh.axis_names)
+            return tuple(devices[place].reshape(-1).tolist())
+
+        return [(one.kind, one.num_bytes, group(one.axes)) for one in self.planned_along(state, batch)]
+
+    def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
+        """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
+        return planned_sync(state.model_state, self.layout.ranks.num_ranks, self.platform)
+
     def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls in a step."""
+        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls over ranks in one step.
+
+        They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
+        ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
+        """
         found = traced_collectives(self.trace(state, batch).program, self.platform, of_loss=True)
         own = self._of_several(found.each * self.run.num_microbatches + found.once)
         return [(one.kind, one.num_bytes) for one in own]
@@ -163,7 +184,10 @@ class Programs:
         return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
     def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
-        """Gives the training step as a function to compile, with the given plan or its own."""
+        """Gives the step before it is compiled, with the given plan or its own.
+
+        It is ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
+        """
         backward = self.trace(state, batch)
         plan = self.plan(state, batch) if plan is None else plan
         constants = {tensor.name for tensor in backward.constants.values()}

@@ -243,12 +243,12 @@ def guarded_step(
     """
     new, metrics, weight = step(state, batch)
     conditions = [] if weight is None else [weight != 0]
-    if nonfinite != "ignore":
+    if nonfinite == "skip":
         with jax.named_scope(METRICS_SCOPE):
             is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             is_finite &= ~became_nonfinite(new.model_state, state.model_state)
         metrics |= {"skipped": 1 - is_finite.astype(jnp.int32)}
-        conditions += [is_finite] * (nonfinite == "skip")
+        conditions.append(is_finite)
     if conditions:
         is_taken = jnp.stack(conditions).all()
         kept = state._replace(step=new.step)

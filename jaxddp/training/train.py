@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
-from ..communication.traces import GradientTrace, describe_results
+from ..communication.traces import describe_results
 from ..layout import whole
 from ..loss import Measure, partial_loss
-from ..mesh import DATA_AXIS, platform_of, rank_axis
+from ..mesh import DATA_AXIS, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split
@@ -36,9 +36,9 @@ from ..zero.elementwise import describe_update
 from .agreement import BATCH_S, check_alike
 from .ema import EmaState
 from .evaluation import evaluate_batches
-from .model_state import STATE_SYNC, planned_sync
+from .model_state import STATE_SYNC
 from .placement import describe, from_first_process, full_arrays, place
-from .programs import Programs, StepFunction, compiler_of
+from .programs import Programs, compiler_of
 from .replicas import compare_replicas
 from .step import Run
 from .step import TrainState as TrainState
@@ -50,25 +50,11 @@ from .validation import (
     host_arrays,
     is_global,
     leaf_specs,
-    one_line_errors,
     signature,
     with_arrays,
 )
 
-NONFINITE = ("ignore", "raise", "skip")
-
-
-class NonFiniteError(FloatingPointError):
-    """A step met NaN or infinity, and the trainer's ``nonfinite`` is ``"raise"``.
-
-    Attributes:
-        state: The state after the step, in place of the one that was donated: updated by numbers that are not finite.
-    """
-
-    def __init__(self, message: str, state: TrainState | None = None) -> None:
-        """Keeps the state."""
-        super().__init__(message)
-        self.state = state
+NONFINITE = ("ignore", "skip")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,8 +89,8 @@ class Trainer:
         grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
         nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an element
             of the model state no longer is finite. They are the same on all ranks, so all do it in the same step.
-            ``"ignore"``: nothing. ``"raise"``: raises, after the update. ``"skip"``: leaves parameters, optimizer and
-            model state as they were, bit for bit, and only counts the step.
+            ``"ignore"``: nothing. ``"skip"``: leaves parameters, optimizer and model state as they were, bit for bit,
+            counts the step, and says so in ``metrics["skipped"]``, on which a loop may end.
         axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
         param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
             of ``PartitionSpec`` like the parameters, or a prefix of it.
@@ -279,8 +265,6 @@ class Trainer:
             if the step was, else 0.
 
         Raises:
-            NonFiniteError: If loss, gradient or model state are not finite and ``nonfinite="raise"``; it names the
-                leaves of the state that no longer are, is a ``FloatingPointError`` and holds the state.
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
                 a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
@@ -292,7 +276,7 @@ class Trainer:
         if key not in self._steps:  # all that depends on shapes alone is done once for them
             if not all(hasattr(leaf, "aval") for leaf in leaves):
                 return self.step(with_arrays(state), batch)
-            model = self._model(state)
+            model = self.programs(state)
             self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, self._place(model, batch))
         model, program = self._steps[key]
@@ -303,9 +287,7 @@ class Trainer:
                 # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
                 jax.block_until_ready(result)
             results.append(result[1]["loss"])
-        if self.nonfinite == "raise" and result[1].pop("skipped"):
-            self._raise_nonfinite(*result)
-        return result
+            return result
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -335,7 +317,7 @@ class Trainer:
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        self._model(state)
+        self.programs(state)
         if eval_fn is None:
             try:
                 return self._evaluate(state, batches)
@@ -354,7 +336,7 @@ class Trainer:
         return evaluate_batches(run, batches, self.batch_sharding, self._watched)
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
-        model = self._model(state)
+        model = self.programs(state)
         batch = host_arrays(batch)
         with self._watched():  # processes may compare their batches
             self._agree(model, batch, 1)
@@ -376,7 +358,7 @@ class Trainer:
 
     def masters(self, state: TrainState) -> tuple[Any, Any]:
         """Gives the parameters that are updated, as the state holds them, and where each lies: a tree of ``Leaf``."""
-        layout = self._model(state).layout
+        layout = self.programs(state).layout
         if not isinstance(state.opt_state, Masters):
             return state.params, layout.params
         frozen, places = (split(tree, self.trainable)[1] for tree in (state.params, layout.params))
@@ -384,7 +366,7 @@ class Trainer:
 
     def with_masters(self, state: TrainState, masters: Any) -> TrainState:
         """Gives a state of other parameters, given as ``masters`` gives them; the optimizer's state stays."""
-        model = self._model(state)
+        model = self.programs(state)
         trained, frozen = split(masters, self.trainable)
         if isinstance(state.opt_state, Masters):
             state = state._replace(opt_state=state.opt_state._replace(params=trained))
@@ -406,7 +388,7 @@ class Trainer:
         Raises:
             ValueError: If the optimizer keeps no average, or several: chain ``jaxddp.params_ema``.
         """
-        layout = self._model(state).layout
+        layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
         owners = layout.owners
         if owners is not None:
@@ -427,7 +409,7 @@ class Trainer:
 
     def opt_state(self, state: TrainState) -> Any:
         """Gives a copy of the optimizer's state, as its ``init`` makes it of full parameters."""
-        layout = self._model(state).layout
+        layout = self.programs(state).layout
         held, places = (one.inner if isinstance(one, Masters) else one for one in (state.opt_state, layout.opt_state))
         full = full_arrays(held, places, self.mesh)
         return full if layout.owners is None else layout.owners.on_host(full, np.asarray)
@@ -446,67 +428,26 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
-        return self._model(state).step(state, self._described(batch))
+        return self.programs(state).step(state, host_arrays(batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
 
         Constant gradients are left out, because XLA drops their reduction. On one rank nothing is communicated.
         """
-        return self._model(state).plan(state, self._described(batch))
+        return self.programs(state).plan(state, host_arrays(batch))
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
-        Those of metrics, of the model state (``planned_sync``) and of the loss function itself (``planned_loss``) are
-        left out.
+        Those of metrics are left out. ``programs(state)`` lists others: ``planned_sync(state)`` those by which ranks
+        agree on the model state, ``planned_loss(state, batch)`` those that the loss function itself calls.
         """
-        return [(one.kind, one.num_bytes) for one in self._model(state).planned_along(state, self._described(batch))]
-
-    def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Lists ``(kind, bytes, devices of the first group)`` of the same collectives, by their place in the mesh."""
-        batch = self._described(batch)
-        devices = np.arange(self.mesh.size).reshape(self.mesh.axis_sizes)
-
-        def group(axes: tuple[str, ...]) -> tuple[int, ...]:
-            place = tuple(slice(None) if axis in axes else 0 for axis in self.mesh.axis_names)
-            return tuple(devices[place].reshape(-1).tolist())
-
-        return [(one.kind, one.num_bytes, group(one.axes)) for one in self._model(state).planned_along(state, batch)]
-
-    def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
-        check_state(state)
-        return planned_sync(state.model_state, self.num_ranks, platform_of(self.mesh))
-
-    def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls over ranks in one step.
-
-        They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
-        ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
-        """
-        return self._model(state).planned_loss(state, self._described(batch))
+        return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, host_arrays(batch))]
 
     def layout(self, state: TrainState) -> Layout:
-        """Gives which leaves of a state are shards, and of what; under zero3 after ``init`` or ``abstract_state``."""
-        return self._model(state).layout
-
-    def trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        """Traces one rank's backward pass: the gradients in the order in which they become ready."""
-        return self._model(state).trace(state, self._described(batch))
-
-    def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
-        """Gives the step before it is compiled, with a plan of one's own or that of ``plan``.
-
-        It is ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
-        """
-        return self._model(state).step_function(state, self._described(batch), plan)
-
-    def _described(self, batch: Any) -> Any:
-        """Checks the batch that a step is planned for, and gives it on the host."""
-        batch = host_arrays(batch)
-        check_batch(batch, self.num_ranks, self.num_microbatches)
-        return batch
+        """Gives which leaves of a state are shards, and of what."""
+        return self.programs(state).layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
         """Copies the trainer; what it has compiled cannot change, and is shared."""
@@ -549,8 +490,8 @@ class Trainer:
                 raise ValueError(f"model_state leaf {name!r} (={leaf!r}) must be an array")
         return model_state
 
-    def _model(self, state: TrainState) -> Programs:
-        """The programs of a state's model.
+    def programs(self, state: TrainState) -> Programs:
+        """Gives the plans and programs of a state's model; under zero3 after ``init`` or ``abstract_state``.
 
         Raises:
             ValueError: If it is no state of this trainer.
@@ -576,7 +517,7 @@ class Trainer:
     def _describe(self, params: Any) -> Programs:
         """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
-        layout = self.strategy.layout(leaves, one_line_errors(self.optimizer), self.ranks, self.trainable)
+        layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
         dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         trained = jax.tree.leaves(split(leaves, self.trainable)[0])
         if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):
@@ -600,21 +541,6 @@ class Trainer:
                 )
         return known
 
-    def _raise_nonfinite(self, state: TrainState, metrics: dict[str, Any]) -> None:
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        is_state = math.isfinite(loss) and math.isfinite(norm)
-        floats = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-        check = jax.jit(lambda tree: {name: jnp.isfinite(leaf).all() for name, leaf in tree.items()},
-                        out_shardings=NamedSharding(self.mesh, P()))  # fmt: skip
-        is_finite = check(floats)
-        names = [name for name in floats if not is_finite[name]]
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        raise NonFiniteError(
-            f"loss (={loss}) and gradient norm (={norm}){', and model_state,' * is_state} of step {int(state.step)}"
-            f" must be finite; no longer are in the state: {', '.join(names[:3]) or 'none'}{more}",
-            state,
-        )
-
     def _fingerprint(self) -> dict[str, Any]:
         """What must be alike in all processes, apart from parameters and batches."""
         names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite".split()
@@ -631,8 +557,7 @@ class Trainer:
 
     def _describe_update(self, params: Any) -> str:
         try:
-            optimizer = one_line_errors(self.optimizer)
-            return describe_update(optimizer, split(params, self.trainable)[0], list(self.mesh.shape.items()))
+            return describe_update(self.optimizer, split(params, self.trainable)[0], list(self.mesh.shape.items()))
         except Exception as error:  # the other processes wait for this one
             return type(error).__name__
 
@@ -698,7 +623,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
         ReplicaError: If they differ; it names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
-    trainer._model(state)  # refuses another trainer's
+    trainer.programs(state)  # refuses another trainer's
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
         with trainer._watched():
             compare_replicas(state, trainer.mesh)

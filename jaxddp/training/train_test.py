@@ -315,9 +315,9 @@ def test_a_plan_of_another_loss_is_refused_where_it_would_send_less():
     with_bias, without = make(), make(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
     state, batch = without.init(linear_params()), regression_batch()
     assert without.plan(state, batch).constants == ("b",)
-    found = refusal(with_bias.step_function, state, batch, without.plan(state, batch))
+    found = refusal(with_bias.programs(state).step_function, state, batch, without.plan(state, batch))
     assert "plan takes the gradient of 'b' as constant" in found
-    without.step_function(state, batch, with_bias.plan(state, batch))
+    without.programs(state).step_function(state, batch, with_bias.plan(state, batch))
 
 
 def test_jits_own_step_trains_as_the_strategies_do_with_collectives_of_the_compilers_choice():

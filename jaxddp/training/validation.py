@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import Leaf, whole
@@ -18,26 +17,6 @@ from ..strategy import Masters
 from ..tree import named_leaves, path_name
 from ..zero.owners import OwnedState
 from .step import TrainState
-
-
-def one_line_errors(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Makes one line of an optimizer's complaint that it is not given what it needs.
-
-    ``optax.lbfgs`` wants the loss function for its line search, ``optax.lookahead`` gradients of another tree.
-    """
-    optimizer = optax.with_extra_args_support(optimizer)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        try:
-            return optimizer.update(updates, state, params, **extra_args)
-        except (TypeError, ValueError) as error:
-            reason, *more = str(error).splitlines()
-            if isinstance(error, ValueError) and not more:
-                raise
-            rule = "optimizer must update from gradients like the parameters, and value=loss, alone"
-            raise ValueError(f"{rule}: {reason.strip()}") from error
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def check_state(state: TrainState) -> None:

@@ -138,6 +138,6 @@ def test_the_step_takes_them_where_it_sends_gradients_uncopied(monkeypatch, stra
         loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), compute_dtype=jnp.bfloat16, **options
     )
     state, batch = trainer.init({"gate": masters()["gate"]}), {"x": X}
-    function, args, _ = trainer.step_function(state, batch)
+    function, args, _ = trainer.programs(state).step_function(state, batch)
     text = str(jax.make_jaxpr(function)(*args))
     assert ("preferred_element_type=float32" in text) == is_wide

@@ -87,15 +87,16 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     return state
 
 
-def describe_update(optimizer: optax.GradientTransformationExtraArgs, params: Any, axis_env: list[Any]) -> str:
+def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_env: list[Any]) -> str:
     """Describes what an optimizer computes, its numbers included, as text that all processes can compare.
 
     ``params`` are the full trainable ones, ``axis_env`` the names and sizes of the mesh axes whose ranks call it.
     """
 
     def first_and_next(grads: Any, state: Any, params: Any, value: Any) -> Any:
-        return optimizer.init(params), optimizer.update(grads, state, params, value=value)
+        return optimizer.init(params), update(grads, state, params, value=value)
 
+    update = optax.with_extra_args_support(optimizer).update
     params = jax.eval_shape(lambda tree: tree, params)
     _, state = jax.make_jaxpr(optimizer.init, axis_env=axis_env, return_shape=True)(params)
     program = jax.make_jaxpr(first_and_next, axis_env=axis_env)(params, state, params, jnp.float32(0))

@@ -56,7 +56,7 @@ def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
     assert_near(trainer.evaluate(state, batches()[0]), loss_fn(params, batches()[0]))
 
     compiled = read_schedule(trainer.compile(state, batches()[0])).gradient_groups()
-    assert sorted(trainer.planned_groups(state, batches()[0])) == compiled
+    assert sorted(trainer.programs(state).planned_groups(state, batches()[0])) == compiled
     groups = {kind: {group for found, _, group in compiled if found == kind} for kind, _, _ in compiled}
     within, across = tuple(range(num_ranks // replicas)), tuple(range(0, num_ranks, num_ranks // replicas))
     everyone = tuple(range(num_ranks))

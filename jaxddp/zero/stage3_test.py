@@ -210,7 +210,8 @@ def test_a_unit_computes_again_what_a_checkpoint_in_it_does_not_save_and_else_no
 
     def flops(loss_fn, strategy):
         trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, jaxddp.data_mesh(2))
-        program = trainer.trace(trainer.init({"layers": layers}), batch).program
+        state = trainer.init({"layers": layers})
+        program = trainer.programs(state).trace(state, batch).program
         return sum(map(matmul_flops, program.jaxpr.eqns))
 
     again, wanted = (flops(a_checkpoint_in_each, one) - flops(loop, one) for one in (SHARDED, jaxddp.naive()))

@@ -77,7 +77,7 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
     net, optimizer = wrap(options, module.to(device))
     trainer = Trainer(
         loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
-        nonfinite="raise" if options.nonfinite == "raise" else "skip",
+        nonfinite="ignore" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
     say(f"{options.model} ({num_params:,} parameters) on {_describe(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")

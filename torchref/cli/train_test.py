@@ -144,7 +144,7 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(ranks, text, tmp_pa
 def test_the_state_before_is_kept_and_skips_are_counted(ranks, text, tmp_path):
     options = {"batch_size": 8, "checkpoint": str(tmp_path / "ck"), "checkpoint_every": 5, "steps": 19}
     options |= {"optimizer": "sgd", "learning_rate": 1e30, "nonfinite": "skip"}  # step 1 alone is finite
-    fails(ranks, tmp_path, r"loss \(=.*\) and gradient of step 11 must be finite", options)
+    fails(ranks, tmp_path, r"loss \(=.*\) and gradient norm \(=.*\) of step 11 must be finite", options)
     assert names_in(tmp_path / "ck") == ["11.nonfinite"]
 
 
