@@ -464,7 +464,10 @@ class Trainer:
     def _watched(self, is_call: bool = True) -> Iterator[list[Any]]:
         """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
         results: list[Any] = []
-        if self._spans_job:
+        # In a job, a trainer may be of the process's own devices.
+        mine = self.mesh.devices.flat if isinstance(self.mesh, Mesh) and jax.process_count() > 1 else ()
+        spans_job = len({one.process_index for one in mine}) == jax.process_count()
+        if spans_job:
             begin_step(is_call)
         try:
             yield results
@@ -476,7 +479,7 @@ class Trainer:
                     " it: give arrays put into it the shardings of those before, by jax.device_put"
                 ) from error
             raise
-        if self._spans_job:
+        if spans_job:
             end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
 
     def _checked_model_state(self, model_state: Any) -> Any:
@@ -560,13 +563,6 @@ class Trainer:
             return describe_update(self.optimizer, split(params, self.trainable)[0], list(self.mesh.shape.items()))
         except Exception as error:  # the other processes wait for this one
             return type(error).__name__
-
-    @cached_property
-    def _spans_job(self) -> bool:
-        """Whether the mesh has devices of all processes; in a job, a trainer may be of the process's own devices."""
-        if jax.process_count() == 1 or not isinstance(self.mesh, Mesh):
-            return False
-        return len({one.process_index for one in self.mesh.devices.flat}) == jax.process_count()
 
     def _describe_batch(
         self, model: Programs, held: Any, num_microbatches: int, state: TrainState | None

@@ -132,25 +132,23 @@ def host_arrays(batch: Any) -> Any:
     Raises:
         ValueError: If an integer does not fit into what JAX keeps of it, 32 bits without x64.
     """
-
-    def host_array(path: Any, leaf: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
-            return leaf
-        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
+            continue
+        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf  # noqa: PLW2901
         try:
             array = np.asarray(leaf)
         except TypeError:  # NumPy has no bfloat16 of its own
-            return jnp.from_dlpack(leaf)
-        kept = jax.dtypes.canonicalize_dtype(array.dtype)
+            leaves[place] = jnp.from_dlpack(leaf)
+            continue
+        leaves[place], kept = array, jax.dtypes.canonicalize_dtype(array.dtype)
         if array.dtype.kind in "iu" and array.dtype != kept and array.size:
             for value in (array.max(), array.min()):
                 if value != value.astype(kept):
-                    raise ValueError(
-                        f"batch leaf {path_name(path)!r} (={value}) must fit in {kept}: set jax_enable_x64"
-                    )
-        return array
-
-    return jax.tree_util.tree_map_with_path(host_array, batch)
+                    name = [*named_leaves(batch)][place]
+                    raise ValueError(f"batch leaf {name!r} (={value}) must fit in {kept}: set jax_enable_x64")
+    return jax.tree.unflatten(structure, leaves)
 
 
 def is_global(leaf: Any) -> bool:

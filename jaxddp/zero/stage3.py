@@ -129,9 +129,8 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
             for array, leaf, dtype, grad_dtype in held
         ] + jax.tree.leaves(inputs)
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
-        early = sorted(_used_outside(program, stacked))
-        for at, array in zip(early, gather([values[at] for at in early], ranks)[0], strict=True):
-            values[at] = array
+        if early := sorted(_used_outside(program, stacked)):
+            values = put(values, early, gather([values[at] for at in early], ranks)[0])
         if early and not has_warned and not any(isinstance(one, Shard) for one in values):
             has_warned = True
             warnings.warn(
@@ -179,13 +178,12 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_marking.get():
             return fn(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
-        def jaxddp_layer(arrays: list[jax.Array]) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, put(leaves, places, arrays))
+        def jaxddp_layer(arrays: dict[int, jax.Array]) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, [arrays.get(at, leaf) for at, leaf in enumerate(leaves)])
             return fn(*args, **kwargs)
 
-        return jax.jit(jaxddp_layer)([leaves[place] for place in places])
+        return jax.jit(jaxddp_layer)({at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)})
 
     return unit
 
