@@ -1,7 +1,5 @@
 """``python -m benchmarks``: the main job, and every other measurement of data parallelism in both frameworks."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

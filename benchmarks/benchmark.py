@@ -10,8 +10,6 @@
 srun, torchrun or mpirun it runs in every process, which takes the same cases in the same order; the first one writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -11,8 +11,6 @@ alone, all-reduces of four sizes, and forward and backward beside all-reduces. F
 Gradients are timed by FLOPs because a compiled step has no place for a clock; the shares serve both frameworks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

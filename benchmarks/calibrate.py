@@ -5,8 +5,6 @@ GPUs; then it runs on the ranks, ten steps in a row a time, since a step alone w
 profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260).
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ In JAX each is a program of its own, compiled for the mesh and read back, with r
 all_reduce and broadcast work in place, on a fresh input before every call.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Rank r contributes the float32 values (i + 17 r) mod 251. Whole numbers make eve
 bit for bit. 251 is prime, so no two chunks of a buffer are equal, and no two ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ A backend with a number of ranks is one case. Every round calls each collective 
 that of its slowest rank, and the result of every call is checked bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

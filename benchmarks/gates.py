@@ -4,8 +4,6 @@ A gate is a ratio of step times with a 95 % interval (``timing.py``) and a limit
 rounds, also where they are of two frameworks; otherwise a gate is not judged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

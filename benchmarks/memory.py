@@ -7,8 +7,6 @@ GPUs, each strategy also takes two steps in processes of its own, in both framew
 says after initialisation, at the peak of the steps and after them, as the assignment report's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

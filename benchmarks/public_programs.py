@@ -12,8 +12,6 @@ A program's own functions are imported from its folder and compiled as they stan
 H100s; nothing is trained. Packages for data, logs and configurations are replaced by empty ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -9,8 +9,6 @@ each, unless ``--quick``. Nothing is run, and no constant is fitted to a row. Sc
     order          pairs of strategies, apart by more than 2 %, in the published order
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

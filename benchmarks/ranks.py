@@ -5,8 +5,6 @@ use, so two ranks would otherwise look no faster than one. One more thread (``NP
 torch's Gloo has its own.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

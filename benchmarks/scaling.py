@@ -6,8 +6,6 @@
 Numbers of ranks run one after the other in processes of their own, so medians are compared, not rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

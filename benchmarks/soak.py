@@ -5,8 +5,6 @@ undisturbed: the weights must be the same, and the time that they take is the go
 took. As a scheduler or an operator would, the soak starts a job again that has ended, and clears a full disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@ All runs of a framework start from the same weights and see the same batches, so
 training ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial

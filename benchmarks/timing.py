@@ -5,8 +5,6 @@ two things that were timed in the same rounds is the median of the rounds' ratio
 cancels. Otherwise it is that of the two medians. Intervals come from resampled rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """``python -m jaxddp COMMAND``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Checks of arguments by their kind: a ValueError of one line in place of an error far from the call."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

@@ -7,8 +7,6 @@
 ``Trainer.evaluate`` gives no key: then the model is in evaluation mode, with its running statistics and no dropout.
 """
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A leaf that is cut along a dimension is an ordinary array of its own shape. One 
 the ranks divide none of its dimensions, is laid out rank by rank and, where other axes split it, block by block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ once, after totals and weights have been summed; a plain mean has no weight, and
     loss = sum(total) / sum(weight)        gradient = sum(d total / d params) / sum(weight)
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -4,8 +4,6 @@ A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``
 on the CPU, an accelerator of one machine, or of several processes. Only this file makes meshes.
 """
 
-from __future__ import annotations
-
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 

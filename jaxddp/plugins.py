@@ -5,8 +5,6 @@ are not there: the CUDA plugin fails, the TPU plugin searches the network for it
 CUDA 13, the extra's for CUDA 12 is a second one for the same platform, and JAX would take either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

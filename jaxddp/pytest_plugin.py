@@ -12,8 +12,6 @@
 A target needs no accelerator. JAX is imported when a fixture is used.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

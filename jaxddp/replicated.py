@@ -4,8 +4,6 @@ reduce    mean = sum over ranks of gradients / divisor        an all-reduce for 
 update    params, state = optimizer(mean)                     the same on every rank
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

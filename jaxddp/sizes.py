@@ -1,7 +1,5 @@
 """Sizes of the decoder-only transformer of both packages' ``models``, with names for some."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from .arguments import check_integer

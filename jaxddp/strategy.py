@@ -11,8 +11,6 @@
 what others need to know is in its plan and its layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The tables of the commands, as plain text."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections import Counter

@@ -3,8 +3,6 @@
 A leaf's name is its path, joined by dots: ``params["layers"][0]["query"]["kernel"]`` is ``layers.0.query.kernel``.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

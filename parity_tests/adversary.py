@@ -7,8 +7,6 @@ A line for each case that is wrong; the exit status is 1 if there is any. ``adve
 optimizers and strategies; ``adversary_torch.py`` draws lives of wrappers. A case is its seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

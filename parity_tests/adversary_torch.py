@@ -5,8 +5,6 @@ pass and adds up what torch would: gradients of passes, divided by a synchronisa
 the buffers of each rank, which are rank 0's after a synchronisation.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

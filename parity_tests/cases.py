@@ -4,8 +4,6 @@ All parity tests take their cases from here, so a new strategy, optimizer or mod
 this file, so it imports no JAX.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

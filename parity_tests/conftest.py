@@ -1,7 +1,5 @@
 """Simulated devices, rank processes, and the table of differences that ends a test run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

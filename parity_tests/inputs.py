@@ -1,7 +1,5 @@
 """The batches that both packages train on, as NumPy arrays."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

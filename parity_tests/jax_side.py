@@ -1,7 +1,5 @@
 """Training in JAX: with jaxddp's trainer, and in a plain loop on one device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ A mutant that lives is a missing test. ``old`` must occur once in its file, so a
 by the default run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Training with `torchref.plain`, on one of several ranks; imports no JAX, because rank processes load this file."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

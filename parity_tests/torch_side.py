@@ -1,7 +1,5 @@
 """Training in PyTorch: with torchref's trainer on a rank, and in a plain loop on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

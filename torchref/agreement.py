@@ -3,8 +3,6 @@
 Compared before the first collective of a wrapper, a sharded optimizer or a trainer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

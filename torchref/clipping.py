@@ -4,8 +4,6 @@ norm = sqrt(sum of g^2 over replicated gradients + sum over ranks of g^2 over th
 g    = g * min(1, max_norm / norm)                                  no epsilon, as in optax
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A shared parameter is listed under each of its names. Values are copied bit for 
 cast. bfloat16, which NumPy lacks, becomes ``ml_dtypes.bfloat16``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Ranks and micro-batches each see part of the batch, so every loss becomes a tota
 loss = sum(total) / sum(weight). A plain mean has no weight: its sum is divided by the number of parts.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

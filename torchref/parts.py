@@ -9,8 +9,6 @@ a moving average or a checkpoint makes them. Anything else (a product, a sum, a 
 In an optimizer's step its shards are plain parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

@@ -4,8 +4,6 @@ Checked are parameters and buffers that are not sharded, and the optimizer's sta
 one all-gather of the CRC-32 of each tensor, whose bytes the host reads.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections import Counter

@@ -4,8 +4,6 @@ buffer    = sum over ranks of pack(gradients of the bucket)      all-reduce
 gradients = unpack(buffer / denominator)                         views, no copy
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ grads = sum over ranks / sum of weights                         finish_gradient_
 parameters, state = optimizer(grads)                            of all parameters, or of this rank's shards
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

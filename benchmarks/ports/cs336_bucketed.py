@@ -1,7 +1,5 @@
 """The assignment's wrapper with buckets: hooks start the all-reduce of a bucket when its last gradient is ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

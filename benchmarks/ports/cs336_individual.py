@@ -1,7 +1,5 @@
 """The assignment's wrapper for individual parameters: hooks start an all-reduce as soon as a gradient is ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

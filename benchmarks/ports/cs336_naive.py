@@ -1,7 +1,5 @@
 """The assignment's first script: the backward, and then an all-reduce of each gradient, or of all in one buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The assignment's optimizer state sharding: each rank updates some of the parameters, and broadcasts them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

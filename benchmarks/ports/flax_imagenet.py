@@ -1,7 +1,5 @@
 """A residual net in Flax Linen under ``jax.pmap``, with BatchNorm over all devices and an L2 penalty in the loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import flax.linen as nn

@@ -1,7 +1,5 @@
 """A convolutional net in Flax NNX: ``nnx.Optimizer`` within ``nnx.jit``; images are noise in the shape of digits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

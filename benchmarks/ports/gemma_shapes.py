@@ -3,8 +3,6 @@
 Before, ``jax.jit`` shards every matrix over the devices and XLA chooses what to communicate.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

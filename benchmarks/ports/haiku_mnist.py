@@ -1,7 +1,5 @@
 """A perceptron in Haiku, with a moving average of its parameters; the images are noise in the shape of digits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import haiku as hk

@@ -3,8 +3,6 @@
 Before, ``jax.shard_map`` replicates parameters and optimizer state, and all-reduces each gradient by ``pmean``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ float64. A program by shapes trains nothing: its port is compiled for a machine 
 as planned.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A GPT in equinox: ``eqx.filter_jit``, cosine schedule, clipping, and micro-batches in a ``lax.scan``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

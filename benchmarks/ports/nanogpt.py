@@ -3,8 +3,6 @@
 In float64, which autocast leaves as it is; the compiler traces forward and backward and generates no machine code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

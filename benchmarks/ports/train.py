@@ -1,7 +1,5 @@
 """What a program's weights are before its port and after it; ranks of torch load no more than this file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module

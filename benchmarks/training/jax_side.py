@@ -1,7 +1,5 @@
 """A training run in JAX: each strategy's own copy, plain ``jit``'s, and probes of what a step is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Frameworks that share processes take turns in the same rounds. A step is as slow
 Exposed communication is the median, over rounds, of a step's time minus that of the same step without communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -4,8 +4,6 @@ Of torch's own, DistributedDataParallel alone runs without communication, by a h
 the loss over ranks, as the strategies of this project do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -8,8 +8,6 @@ The host must have memory for the state. With several processes, each leaf in tu
 is copied to the host; with one process no device holds more than its shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

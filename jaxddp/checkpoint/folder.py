@@ -13,8 +13,6 @@ checksum and that of each file before one of them goes on, and all raise what on
 Both packages use this file; no framework is imported.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import errno

@@ -4,8 +4,6 @@ Keys are there as their words, unsigned integers ``[shape, words]``. Of paramete
 on the host, in their place: restoring casts them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -15,8 +15,6 @@ these: they are not supported. A parameter that PyTorch lists twice has one name
 never cast; bfloat16 is that of ``ml_dtypes``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

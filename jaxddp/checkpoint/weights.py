@@ -3,8 +3,6 @@
 ``np.savez(path, **interop.to_numpy(params))`` writes weights under the names and in the layouts of a ``state_dict``.
 """
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Iterable

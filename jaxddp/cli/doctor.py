@@ -1,7 +1,5 @@
 """``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What of a machine changes results: GPUs, driver, CUDA's libraries, variables, memory. No framework is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

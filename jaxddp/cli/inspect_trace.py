@@ -1,7 +1,5 @@
 """``inspect --trace``: where the time of a profile went, and how its collectives compare with a network."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

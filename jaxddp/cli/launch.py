@@ -4,8 +4,6 @@ They get torchrun's variables (``jaxddp.processes.job``). When one fails, the ot
 started, and the exit status is its own. In a job of several processes each becomes the script.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Signals of schedulers are noted, so that a run can save before it ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import signal

@@ -1,7 +1,5 @@
 """``python -m jaxddp plan``: whether a training step fits a machine and keeps it busy, by formulas."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel by ``take_steps``."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ References:
     Graham, Bounds on Multiprocessing Timing Anomalies, SIAM Journal on Applied Mathematics 1969 (``assign_owners``).
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 import re

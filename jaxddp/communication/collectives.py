@@ -25,8 +25,6 @@ References:
     <https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md>`_
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

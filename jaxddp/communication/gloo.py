@@ -18,8 +18,6 @@ References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

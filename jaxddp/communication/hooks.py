@@ -11,8 +11,6 @@ fp16  n of 2 bytes, in one call      all but 11 bits, and what is below 6e-8 or,
 ===== ============================== ==============================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -3,8 +3,6 @@
 The latter are in no bucket plan: gathers and scatters of zero3's units, and the loss function's own collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

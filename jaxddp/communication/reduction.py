@@ -18,8 +18,6 @@ numbers also keep XLA from merging operations that it can prove equal, such as t
 Tokens also order the units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -29,8 +29,6 @@ References:
     <https://doi.org/10.1016/j.jpdc.2008.09.002>`_, 2009
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

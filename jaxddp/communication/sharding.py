@@ -15,8 +15,6 @@ parameters. Shards of several tensors travel together: row r of a bucket's buffe
 r, flat. It is reduce-scattered along dimension 0 to ``[width]``, which an all-gather undoes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

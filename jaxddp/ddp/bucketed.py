@@ -9,8 +9,6 @@ References:
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from ..arguments import check_function

@@ -7,8 +7,6 @@ Each dtype has a buffer of its own.
     exposed: latency + all of the bytes
 """
 
-from __future__ import annotations
-
 from ..communication.buckets import plan_buckets
 from ..replicated import replicated
 from ..strategy import Strategy, register

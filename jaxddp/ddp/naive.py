@@ -7,8 +7,6 @@ when the last gradient is ready.
     exposed: P * latency + all of the bytes
 """
 
-from __future__ import annotations
-
 from ..communication.buckets import plan_per_tensor
 from ..replicated import replicated
 from ..strategy import Strategy, register

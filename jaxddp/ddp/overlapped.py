@@ -7,8 +7,6 @@ the latency of a call.
     exposed: what the remaining backward is too short to hide, and at least the last gradient
 """
 
-from __future__ import annotations
-
 from ..communication.buckets import plan_per_tensor
 from ..replicated import replicated
 from ..strategy import Strategy, register

@@ -6,8 +6,6 @@
 Printed, they are a table.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -7,8 +7,6 @@ program, or one string: why there is none. With a ``text_folder`` it is the text
 has written the scheduled module there, in a quarter of its time.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

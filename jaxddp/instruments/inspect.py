@@ -1,7 +1,5 @@
 """Training steps compiled for machines that are not here, read back, simulated, and held against plan and bound."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

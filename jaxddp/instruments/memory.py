@@ -1,7 +1,5 @@
 """Memory of each device by component: of a training state, by its layout, and of a compiled step that takes it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -18,8 +18,6 @@ Compute, forward and first gradient come from the same step compiled without com
 overlap.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla
 which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -3,8 +3,6 @@
 A gap in compute is a wait for communication. All steps share one time axis.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ runs, computes while anything else does, and what it communicates without comput
 in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -3,8 +3,6 @@
 ``layer`` marks the units that ``zero3`` gathers one at a time: embedding, every block, and the head with its norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

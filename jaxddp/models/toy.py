@@ -3,8 +3,6 @@
 All are Linear without bias, ReLU, LayerNorm, Linear without bias. The parameters' dtype is the compute dtype.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

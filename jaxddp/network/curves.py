@@ -22,8 +22,6 @@ A fabric that was measured has a table in place of this formula; for other numbe
 formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ name the program and each rank:
 A text may hold the output of several programs, and its lines what launchers put before them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

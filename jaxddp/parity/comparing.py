@@ -1,7 +1,5 @@
 """Trees of numbers in one dtype, and how far they are apart."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

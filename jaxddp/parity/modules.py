@@ -11,8 +11,6 @@ the same name, Linen's or NNX's, and with what is marked:
     x = jaxddp.parity.mark("layers.0.attention", x)       the value, unchanged
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -10,8 +10,6 @@ Where a result differs, the step is run again to tell faults apart: with the fir
 one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ step parameters, optimizer state, model state, loss, gradient norm and aux value
 of each rank with each other.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType

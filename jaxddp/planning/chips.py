@@ -10,8 +10,6 @@ A target is a chip and a count, by hosts:
     ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

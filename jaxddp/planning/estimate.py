@@ -15,8 +15,6 @@ least its launches. What is left out: clocks that fall under load, kernels that 
 that wait for the slowest, and the input pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

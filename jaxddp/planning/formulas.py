@@ -42,8 +42,6 @@ References:
     Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

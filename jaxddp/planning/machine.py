@@ -6,8 +6,6 @@ what one axis does. A v5p has the numbers of the scaling book (https://jax-ml.gi
 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -6,8 +6,6 @@ stages only reduce gradients, in the backward. The step is split into the fewest
 Norm gains are counted as if tensor parallelism split them too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -14,8 +14,6 @@ References:
     NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles and waves. Dao, FlashAttention-2, 2023.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -25,8 +25,6 @@ Memory-bound kernels read and write, in a fused forward, 13 D + 3 F elements per
 that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 5 F and 12 H T.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open
 to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

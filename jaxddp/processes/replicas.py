@@ -1,7 +1,5 @@
 """The error of both packages if ranks hold different values of what should be the same. No framework is imported."""
 
-from __future__ import annotations
-
 
 class ReplicaError(RuntimeError):
     """Ranks hold different values of what should be the same."""

@@ -6,8 +6,6 @@ sends JSON with the job's token. Strangers and second processes of a rank are se
 all have come, process 0 compares what they bring, and answers with nothing, or the error that all of them raise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -3,8 +3,6 @@
 It finds the job, calls the roll, starts the watchdog, and joins JAX's coordinator, which process 0 runs.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

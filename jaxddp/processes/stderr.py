@@ -1,7 +1,5 @@
 """Lines to standard error, which all processes of a job may share. No framework is imported."""
 
-from __future__ import annotations
-
 import sys
 from typing import TextIO
 

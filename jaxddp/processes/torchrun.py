@@ -1,7 +1,5 @@
 """Under torchrun the agent listens on the job's port: process 0 chooses another one, and tells it through its store."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from datetime import timedelta

@@ -14,8 +14,6 @@ of this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's
 sees a process that is alive and stuck. No framework is imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -6,8 +6,6 @@ whose shapes are known needs no communication. Where the shapes of one process a
 it raises, and the watchdog ends them with its reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping

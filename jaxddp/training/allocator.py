@@ -6,8 +6,6 @@ unmaps a block of that size each time, so every step touches tens of thousands o
 whose threads then share one arena, takes up to half again as long.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 

@@ -1,7 +1,5 @@
 """The one clock: everything that prints a time measures it here, and as a median with its spread, never as a mean."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar

@@ -15,8 +15,6 @@ windows are held out. The others are permuted again in every epoch, and step ``s
 NumPy only, and no communication: every rank selects its own rows.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A moving average of the parameters, as part of the optimizer: its state is sharded with the rest."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -9,8 +9,6 @@ So all processes run the same program. They exchange ``n[p]`` before each batch;
 host adds up the sums of the batches in float64, and divides once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager

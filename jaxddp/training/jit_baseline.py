@@ -4,8 +4,6 @@ XLA's partitioner adds the reductions, merges them, and schedules them by its ow
 computes the same metrics as the trainer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

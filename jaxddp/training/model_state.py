@@ -17,8 +17,6 @@ keys are folded with the rank when a step begins, or all ranks would draw the sa
 them as they are, so that its keys go on as those of a single process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Several processes take the arrays of the first process. They go through the hosts, one piece after another.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ says, and the compile options keep the plan. A mesh of devices is compiled for h
 devices registers what compiles for it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

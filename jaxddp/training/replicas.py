@@ -10,8 +10,6 @@ each device; the step's program stays as it is planned.
 changes the sum, and flips of the same bit in many words do not cancel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -4,8 +4,6 @@ It takes each rank's local gradients and returns full updates: a reduce-scatter,
 shards, an all-gather. It replaces the all-reduce of the gradients, and sends the same bytes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

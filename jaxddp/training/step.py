@@ -12,8 +12,6 @@ batch                            [global_batch / num_ranks, ...]
     params, opt_state = strategy.update(grads, opt_state, params)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Checks of states and batches, and their description by shape and dtype alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from numbers import Number

@@ -17,8 +17,6 @@ The gradient is then not rounded. Two things that XLA does to such products woul
                                                 parts added up
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence

@@ -24,8 +24,6 @@ them, or the gathers of all units would start at once. In its loops over layers,
 and scatters the gradients of the one before.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -16,8 +16,6 @@ well, and every output must be the same expression. A shard has as many dimensio
 so masks by ``ndim > 1`` agree.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

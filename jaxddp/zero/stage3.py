@@ -37,8 +37,6 @@ References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

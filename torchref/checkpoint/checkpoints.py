@@ -9,8 +9,6 @@ Assumption: rank 0's host has memory for the whole state while it is written. No
 tensor beside its shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property

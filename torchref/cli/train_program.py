@@ -1,7 +1,5 @@
 """``python -m torchref train``: trains a language model of bytes, as ``python -m jaxddp train`` does."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

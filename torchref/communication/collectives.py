@@ -21,8 +21,6 @@ ignores strides and silently gives wrong sums. Gloo implements reduce-scatter as
 sends twice as much, as counted on the loopback device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias

@@ -12,8 +12,6 @@ fp16       n of 2 bytes, in one call      all but 11 bits, and what is below 6e-
 ========== ============================== ==============================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

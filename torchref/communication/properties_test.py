@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxddp.communication.buckets import bucket_width, plan_buckets
 from jaxddp.communication.properties_test import CAPS, DTYPES, FIXED, NUM_RANKS, RULES, tensors_of
-from torchref.communication import buffers, sharding
+from torchref.communication import reduction, sharding
 
 
 def values_of(tensors):
@@ -38,9 +38,9 @@ def transposed(values, are_transposed):
 def test_packed_tensors_come_back(tensors, bucket_mb, rule, are_transposed):
     values, found = transposed(values_of(tensors), are_transposed), {}
     for bucket in plan_buckets(tensors, bucket_mb, rule=rule).buckets:
-        packed = buffers.pack(bucket, values)
+        packed = reduction.pack(bucket, values)
         assert packed.numel() == bucket.num_elements
-        found |= buffers.unpack(bucket, packed)
+        found |= reduction.unpack(bucket, packed)
     assert_same(found, values)
 
 
@@ -63,7 +63,7 @@ def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_of_dtypes_are_torchs(dtype):
-    spec = buffers.tensor_spec("t", torch.zeros(3, dtype=getattr(torch, dtype)))
+    spec = reduction.tensor_spec("t", torch.zeros(3, dtype=getattr(torch, dtype)))
     assert (spec.dtype, spec.num_bytes) == (dtype, 3 * getattr(torch, dtype).itemsize)
 
 

@@ -4,8 +4,6 @@ pack:    buffer [sum of sizes]  = concatenate(ravel(tensor) for tensor in bucket
 unpack:  tensor [shape]         = buffer[offset : offset + size] reshaped             views, no copy
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

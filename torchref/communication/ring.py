@@ -12,8 +12,6 @@ Each send is waited for before the next. Sums are formed in ring order, in the d
 new tensor.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -6,8 +6,6 @@ parameter groups chosen by ``p.dim()`` are the same on shards: ``[1, c]`` of a m
 ``[N, width]`` holds the shards of rank r.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

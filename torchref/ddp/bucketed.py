@@ -1,7 +1,5 @@
 """Bucketed data parallelism; the twin of ``jaxddp/ddp/bucketed.py``, which says what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flat data parallelism; the twin of ``jaxddp/ddp/flat.py``, which says what it costs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from jaxddp.communication.buckets import plan_buckets

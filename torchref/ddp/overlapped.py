@@ -1,7 +1,5 @@
 """Overlapped data parallelism; the twin of ``jaxddp/ddp/overlapped.py``, which says what it costs."""
 
-from __future__ import annotations
-
 from jaxddp.communication.buckets import plan_per_tensor
 
 from ..replicated import Replicated

@@ -1,7 +1,5 @@
 """Models by name, and the loss they are trained on. Nothing here communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

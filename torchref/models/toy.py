@@ -3,8 +3,6 @@
 All are Linear without bias, ReLU, LayerNorm, Linear without bias.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -9,8 +9,6 @@ References:
     Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -13,8 +13,6 @@ the forward by their version counters. Casts are not tracked: the copy of a weig
 saved as an activation. Use ``compute_dtype`` instead.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

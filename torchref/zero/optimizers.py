@@ -4,8 +4,6 @@ A rank's optimizer updates its part of each parameter. The result is that of the
 element depends only on the element's own gradient and state, and on numbers that are equal on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

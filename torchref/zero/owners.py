@@ -9,8 +9,6 @@ as much as ``ZeRO1``, and balances the ranks only as well as whole parameters al
     calls per step: P (parameters), beside the gradients'; the first step also checks that all ranks list the same ones
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ holds 1/N of everything, the unit that is running, and the parameters of other m
 The forward and the backward wait for each gather. Up to two reduce-scatters are in flight.
 """
 
-from __future__ import annotations
-
 import weakref
 import zlib
 from collections.abc import Sequence

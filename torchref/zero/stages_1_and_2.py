@@ -11,8 +11,6 @@ Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stag
 shards: 1/N of the gradients and the two buckets in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled programs as text, for tests; ``make.py`` lists and makes them."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 from pathlib import Path

@@ -24,8 +24,6 @@ All are for 8 devices: simulated ones on CPUs, ``h100:8`` and ``v5p:8``. The mod
 The text is kept as printed, except for source locations and ``scheduling_name``, which repeats the name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import re
