@@ -6,9 +6,11 @@ import pytest
 
 from benchmarks.__main__ import make_options
 from benchmarks.lab import Lab
-from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
-from jaxddp.conftest import pytest_configure as pytest_configure
-from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
+from jaxddp.conftest import (
+    pytest_cmdline_main as pytest_cmdline_main,  # and simulated devices
+    pytest_configure as pytest_configure,
+    pytest_runtest_protocol as pytest_runtest_protocol,
+)
 
 
 def options(**given):

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.benchmark import read_rows
 from jaxddp.conftest import free_port
-from parity_tests.job_test import environment
-from parity_tests.job_test import slurm as slurm
+from parity_tests.job_test import environment, slurm as slurm
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 LAUNCHERS = {"torchrun": (), "mpirun": (pytest.mark.mpi,), "srun": (pytest.mark.slurm,)}

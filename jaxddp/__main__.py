@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from .cli import doctor as doctor_cli
-from .cli import inspect as inspect_cli
-from .cli import launch as launch_cli
-from .cli import plan as plan_cli
-from .cli import train as train_cli
+from .cli import (
+    doctor as doctor_cli,
+    inspect as inspect_cli,
+    launch as launch_cli,
+    plan as plan_cli,
+    train as train_cli,
+)
 from .cli.parser import run_command
 
 COMMANDS = (train_cli, inspect_cli, plan_cli, launch_cli, doctor_cli)

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import Partial
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from . import ddp, zero
 from .discovery import discover
-from .strategy import STRATEGIES as STRATEGIES
-from .strategy import Strategy
+from .strategy import STRATEGIES as STRATEGIES, Strategy
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:

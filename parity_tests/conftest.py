@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from jaxddp.conftest import pytest_cmdline_main as pytest_cmdline_main  # and simulated devices
-from jaxddp.conftest import pytest_configure as pytest_configure
-from jaxddp.conftest import pytest_runtest_protocol as pytest_runtest_protocol
+from jaxddp.conftest import (
+    pytest_cmdline_main as pytest_cmdline_main,  # and simulated devices
+    pytest_configure as pytest_configure,
+    pytest_runtest_protocol as pytest_runtest_protocol,
+)
 from jaxddp.table import table
 from torchref.conftest import ranks as ranks
 

@@ -12,8 +12,7 @@ from torch import nn
 from jaxddp.discovery import discover
 
 from . import ddp, zero
-from .strategy import STRATEGIES as STRATEGIES
-from .strategy import DataParallel
+from .strategy import STRATEGIES as STRATEGIES, DataParallel
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:

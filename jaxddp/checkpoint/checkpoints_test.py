@@ -10,8 +10,7 @@ from flax import nnx
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
-from jaxddp.comparison_test import assert_near, trained
-from jaxddp.comparison_test import refusal as line_of
+from jaxddp.comparison_test import assert_near, refusal as line_of, trained
 from jaxddp.models.toy import ToyMLP
 
 pytestmark = pytest.mark.usefixtures("x64")

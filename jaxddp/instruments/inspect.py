@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
-from ..planning.machine import network_in_words, network_of
-from ..planning.machine import target as machine_of
+from ..planning.machine import network_in_words, network_of, target as machine_of
 from ..registry import STRATEGIES, is_bucketed, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step

@@ -14,8 +14,7 @@ from jax import lax
 from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
-from ..communication.reduction import check_grads
-from ..communication.reduction import divide as divide_total
+from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
 from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
 from ..replicated import all_reduce_grads

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from ..communication.buckets import BucketPlan
 from ..communication.planned import Planned, planned_along, planned_exchange, traced_collectives

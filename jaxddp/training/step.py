@@ -23,8 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
-from ..communication.reduction import Means, order_token, sends_uncopied, sum_of_squares
-from ..communication.reduction import divide as divide_total
+from ..communication.reduction import Means, divide as divide_total, order_token, sends_uncopied, sum_of_squares
 from ..communication.traces import GradientTrace
 from ..loss import PartialLoss, Parts, PerExample, denominator, divide, map_per_example
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from .. import __version__
 from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
@@ -40,8 +39,7 @@ from .model_state import STATE_SYNC
 from .placement import describe, from_first_process, full_arrays, place
 from .programs import Programs, compiler_of
 from .replicas import compare_replicas
-from .step import Run
-from .step import TrainState as TrainState
+from .step import Run, TrainState as TrainState
 from .validation import (
     abstract,
     check_batch,

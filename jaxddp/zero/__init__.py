@@ -7,7 +7,5 @@ owners.py           stages 1 and 2: owners of whole parameters
 elementwise.py      which optimizers can run on shards, and how their state lies
 """
 
-from .stage3 import layer as layer
-from .stage3 import zero3 as zero3
-from .stages_1_and_2 import zero1 as zero1
-from .stages_1_and_2 import zero2 as zero2
+from .stage3 import layer as layer, zero3 as zero3
+from .stages_1_and_2 import zero1 as zero1, zero2 as zero2

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxddp.communication.buckets import bucket_width, plan_buckets
 from jaxddp.communication.properties_test import CAPS, DTYPES, FIXED, NUM_RANKS, RULES, tensors_of

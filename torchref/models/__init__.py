@@ -1,10 +1,6 @@
 """Models to train: toy.py, transformer.py; functional.py has all of them by name, and their losses."""
 
-from jaxddp.sizes import SIZES as SIZES
-from jaxddp.sizes import TransformerConfig as TransformerConfig
+from jaxddp.sizes import SIZES as SIZES, TransformerConfig as TransformerConfig
 
-from .functional import build as build
-from .functional import cross_entropy as cross_entropy
-from .functional import loss_fn as loss_fn
-from .transformer import Transformer as Transformer
-from .transformer import rotary_tables as rotary_tables
+from .functional import build as build, cross_entropy as cross_entropy, loss_fn as loss_fn
+from .transformer import Transformer as Transformer, rotary_tables as rotary_tables

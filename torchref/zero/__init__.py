@@ -7,5 +7,4 @@ optimizers.py                  which optimizers can run on shards; parameter gro
 
 from .owners import ShardedOptimizer as ShardedOptimizer
 from .stage3 import FSDP as FSDP
-from .stages_1_and_2 import ZeRO1 as ZeRO1
-from .stages_1_and_2 import ZeRO2 as ZeRO2
+from .stages_1_and_2 import ZeRO1 as ZeRO1, ZeRO2 as ZeRO2
