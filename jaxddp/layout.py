@@ -21,21 +21,13 @@ from .communication.sharding import Cut, cut
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where one leaf lies.
+    """Where one leaf lies."""
 
-    Attributes:
-        shape: Of the full leaf.
-        dtype: Its dtype.
-        cut: How it, or each of its blocks, is cut into shards; None if every rank has all of it.
-        spec: How it is split along the mesh axes that are not of ranks.
-        counts: Number of its blocks along each dimension; empty if it is not split.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the full leaf
     dtype: Any
-    cut: Cut | None = None
-    spec: PartitionSpec = PartitionSpec()
-    counts: tuple[int, ...] = ()
+    cut: Cut | None = None  # how it, or each of its blocks, is cut into shards; None if every rank has all of it
+    spec: PartitionSpec = PartitionSpec()  # how it is split along the mesh axes that are not of ranks
+    counts: tuple[int, ...] = ()  # of its blocks along each dimension; empty if it is not split
 
     @property
     def block(self) -> tuple[int, ...]:

@@ -30,45 +30,29 @@ from .tree import named_leaves, path_name, split
 class Optimizer(NamedTuple):
     """An optimizer of what a rank updates.
 
-    Attributes:
-        init: Parameters ``->`` its state.
-        step: ``(gradients, state, parameters, value, full) -> (updated parameters, next state)``; ``value`` is the
-            loss, ``full`` the full parameters where every rank has them beside its shards.
+    ``step`` takes ``(gradients, state, parameters, value, full)`` to ``(updated parameters, next state)``; ``value`` is
+    the loss, ``full`` the full parameters where every rank has them beside its shards.
     """
 
-    init: Callable[[Any], Any]
+    init: Callable[[Any], Any]  # parameters -> its state
     step: Callable[..., tuple[Any, Any]]
 
 
 class Masters(NamedTuple):
-    """Optimizer state of parameters that the loss takes in a compute dtype.
+    """Optimizer state of parameters that the loss takes in a compute dtype."""
 
-    Attributes:
-        params: The parameters in their own dtype; the optimizer updates these.
-        inner: The optimizer's state.
-    """
-
-    params: Any
-    inner: Any
+    params: Any  # in their own dtype; the optimizer updates these
+    inner: Any  # the optimizer's state
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a step, by mesh axes.
+    """The ranks of a step, by mesh axes."""
 
-    Attributes:
-        axis: Along which they lie; state is sharded over the last of several axes, and replicated along the others.
-        num_ranks: Along all of these.
-        num_shards: Along the last one.
-        other_axes: Axes of the mesh that are XLA's, along which parameters may be split.
-        shard_axis: The last one, over which state is sharded.
-        replica_axes: The others, along which shards are replicated.
-    """
-
-    axis: Axis
-    num_ranks: int
-    num_shards: int
-    other_axes: tuple[str, ...] = ()
+    axis: Axis  # along which they lie; of several, state is sharded over the last and replicated along the others
+    num_ranks: int  # along all of these
+    num_shards: int  # along the last one
+    other_axes: tuple[str, ...] = ()  # axes of the mesh that are XLA's, along which parameters may be split
     shard_axis: str = field(init=False)
     replica_axes: tuple[str, ...] = field(init=False)
 
@@ -90,41 +74,24 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the training state of one model lies over the ranks.
-
-    Attributes:
-        ranks: The ranks.
-        params: Parameters between steps; a tree of ``Leaf``.
-        updated: What the optimizer updates: the same parameters, or shards of them.
-        opt_state: The optimizer's state.
-        optimizer: Of what a rank updates.
-        compute_dtype: Of the floating parameters that the loss takes; their own if None.
-        grad_dtype: In which gradients are added up and summed over ranks; each parameter's own if None.
-        trainable: Predicate on a parameter's name; None trains all.
-        owners: Which rank owns which parameter, where whole ones have owners (``zero/owners.py``).
-        held: How parameters that are shards between steps are cut, by name.
-        cuts: How parameters that are updated by shards are cut, by name.
-        dtypes: Dtypes in which parameters are updated, by name.
-        grad_dtypes: Dtypes in which gradients are added up, by name.
-        specs: How parameters lie along the other axes, by name.
-        shard_specs: How what is updated, a shard or all of it, lies along them, by name.
-    """
+    """How the training state of one model lies over the ranks."""
 
     ranks: Ranks
-    params: Any
-    updated: Any
-    opt_state: Any
-    optimizer: Optimizer
-    compute_dtype: Any = None
-    grad_dtype: Any = None
-    trainable: Callable[[str], bool] | None = None
-    owners: Any = None
-    held: dict[str, Cut] = field(init=False)
-    cuts: dict[str, Cut] = field(init=False)
-    dtypes: dict[str, Any] = field(init=False)
-    grad_dtypes: dict[str, Any] = field(init=False)
-    specs: dict[str, PartitionSpec] = field(init=False)
-    shard_specs: dict[str, PartitionSpec] = field(init=False)
+    params: Any  # between steps; a tree of ``Leaf``, as are the next two
+    updated: Any  # what the optimizer updates: the same parameters, or shards of them
+    opt_state: Any  # the optimizer's state
+    optimizer: Optimizer  # of what a rank updates
+    compute_dtype: Any = None  # of the floating parameters that the loss takes; their own if None
+    grad_dtype: Any = None  # in which gradients are added up and summed over ranks; each parameter's own if None
+    trainable: Callable[[str], bool] | None = None  # predicate on a parameter's name; None trains all
+    owners: Any = None  # which rank owns which parameter, where whole ones have owners (``zero/owners.py``)
+    # By name:
+    held: dict[str, Cut] = field(init=False)  # how parameters that are shards between steps are cut
+    cuts: dict[str, Cut] = field(init=False)  # how parameters that are updated by shards are cut
+    dtypes: dict[str, Any] = field(init=False)  # in which parameters are updated
+    grad_dtypes: dict[str, Any] = field(init=False)  # in which gradients are added up
+    specs: dict[str, PartitionSpec] = field(init=False)  # how parameters lie along the other axes
+    shard_specs: dict[str, PartitionSpec] = field(init=False)  # how what is updated, a shard or all of it, does
 
     def __post_init__(self) -> None:
         """Works out what is looked up by name."""
@@ -145,33 +112,21 @@ class Layout:
 
 
 class Strategy(NamedTuple):
-    """A way to train on several ranks with equal results; see the module's docstring.
+    """A way to train on several ranks with equal results; see the module's docstring."""
 
-    Attributes:
-        name: Its key in ``STRATEGIES``.
-        plan: Tensors in the order in which their gradients become ready ``->`` a ``BucketPlan``.
-        layout: ``(params, optimizer, ranks, trainable) -> Layout``; ``params`` a tree of ``Leaf`` that are full.
-        full: ``(loss, layout) ->`` the loss function of parameters as the layout holds them, in the compute dtype.
-        reduce: ``(gradients by name, plan, layout, divisor, number) -> Means`` that this rank updates with; ``number``
-            counts micro-batches where each is reduced.
-        update: ``(gradients, opt_state, params, plan, layout, value) -> (params, opt_state)``.
-        gathers_in_loss: Whether parameters are full only inside the loss: then ``full`` casts the masters, where there
-            is a compute dtype, and XLA may not start collectives as early as it can, or all would be gathered at once.
-        hook: How a bucket is summed instead of by an all-reduce; see ``communication/hooks.py``.
-        sends: False if it communicates nothing (``without_communication``).
-        variant: Tells it in tables from others of its name, such as ``"by leaves"``.
-    """
-
-    name: str
-    plan: Callable[[Sequence[TensorSpec]], BucketPlan]
-    layout: Callable[..., Layout]
-    full: Callable[..., Any]
+    name: str  # its key in ``STRATEGIES``
+    plan: Callable[[Sequence[TensorSpec]], BucketPlan]  # of tensors in the order in which gradients become ready
+    layout: Callable[..., Layout]  # (params, optimizer, ranks, trainable), the first a tree of ``Leaf`` that are full
+    full: Callable[..., Any]  # (loss, layout): a loss of parameters as the layout holds them, in the compute dtype
+    # (gradients by name, plan, layout, divisor, number), which counts micro-batches where each is reduced.
     reduce: Callable[..., Means]
-    update: Callable[..., tuple[Any, Any]]
+    update: Callable[..., tuple[Any, Any]]  # (gradients, opt_state, params, plan, layout, value): params, opt_state
+    # Whether parameters are full only inside the loss: then ``full`` casts the masters, where there is a compute dtype,
+    # and XLA may not start collectives as early as it can, or all would be gathered at once.
     gathers_in_loss: bool = False
-    hook: Callable[..., jax.Array] | None = None
-    sends: bool = True
-    variant: str = ""
+    hook: Callable[..., jax.Array] | None = None  # sums a bucket instead of an all-reduce; ``communication/hooks.py``
+    sends: bool = True  # False if it communicates nothing: ``without_communication``
+    variant: str = ""  # tells it in tables from others of its name, such as ``"by leaves"``
 
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py, which fills it

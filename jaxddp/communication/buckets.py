@@ -70,26 +70,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a step should communicate.
+    """What a step should communicate."""
 
-    Attributes:
-        buckets: In launch order.
-        after_backward: Whether all buckets wait for the last gradient; otherwise each starts when its own gradients are
-            ready.
-        constants: Names of tensors with a constant gradient, such as the zeros of an unused parameter. It is equal on
-            all ranks and needs no reduction.
-        gathers: Buckets in which updated parameters are gathered, where they are updated by shards.
-        kind: Of the collective by which a bucket is summed: ``"all-reduce"`` or ``"reduce-scatter"``.
-        each_microbatch: Whether the gradients of every micro-batch are reduced, and the results added up; else the
-            gradients are added up and reduced once.
-    """
-
-    buckets: tuple[Bucket, ...]
-    after_backward: bool = False
+    buckets: tuple[Bucket, ...]  # in launch order
+    after_backward: bool = False  # whether all wait for the last gradient; else each starts when its own are ready
+    # Names of tensors with a constant gradient, such as the zeros of an unused parameter. It is equal on all ranks.
     constants: tuple[str, ...] = ()
-    gathers: tuple[Bucket, ...] = ()
-    kind: str = "all-reduce"
-    each_microbatch: bool = False
+    gathers: tuple[Bucket, ...] = ()  # in which updated parameters are gathered, where they are updated by shards
+    kind: str = "all-reduce"  # by which a bucket is summed, or "reduce-scatter"
+    each_microbatch: bool = False  # whether each one's gradients are reduced; else they are added up and reduced once
 
     @property
     def names(self) -> tuple[str, ...]:

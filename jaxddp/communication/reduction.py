@@ -77,19 +77,12 @@ def sends_uncopied(plan: BucketPlan) -> bool:
 
 
 class Wire(NamedTuple):
-    """How a bucket travels.
+    """How a bucket travels; ``pack`` gives a buffer, or on GPUs the tuple of those that one call sends."""
 
-    Attributes:
-        pack: ``(bucket, gradients by name) ->`` a buffer, or on GPUs the tuple of those that one call sends.
-        send: ``(buffer, key) ->`` what this rank keeps of its sum over ranks; the key is another one for each bucket.
-        unpack: ``(bucket, what send returned) ->`` arrays by name.
-        unsent: ``(name, gradient) ->`` what this rank keeps of the sum of one that is equal on all ranks.
-    """
-
-    pack: Callable[[Bucket, Mapping[str, jax.Array]], Any]
-    send: Callable[[Any, str], Any]
-    unpack: Callable[[Bucket, Any], dict[str, jax.Array]]
-    unsent: Callable[[str, jax.Array], jax.Array]
+    pack: Callable[[Bucket, Mapping[str, jax.Array]], Any]  # of gradients by name
+    send: Callable[[Any, str], Any]  # to what this rank keeps of the sum over ranks; the key differs by bucket
+    unpack: Callable[[Bucket, Any], dict[str, jax.Array]]  # of what was kept, to arrays by name
+    unsent: Callable[[str, jax.Array], jax.Array]  # what this rank keeps of the sum of a gradient equal on all ranks
 
 
 class Means(NamedTuple):

@@ -62,13 +62,8 @@ def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
 class Programs:
     """Plans and programs of one model over one mesh, made when they are first asked for.
 
-    Attributes:
-        layout: How the model's training state lies over the ranks.
-        run: What its step is made of.
-        platform: Of the mesh.
-        held: Describes a state of step 0, as it lies over the ranks, without a model state.
-        shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
-        batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
+    ``layout`` says how the model's training state lies over the ranks; ``held`` describes a state of step 0 as it does,
+    without a model state; ``shardings`` is a ``TrainState`` of each leaf's ``NamedSharding``.
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:

@@ -34,21 +34,13 @@ from .wide_products import with_wide_products
 
 
 class TrainState(NamedTuple):
-    """What a training run carries from step to step; which leaves are shards is said by ``Trainer.layout``.
+    """What a training run carries from step to step; which leaves are shards is said by ``Trainer.layout``."""
 
-    Attributes:
-        step: Steps taken; int32, [].
-        params: The user's tree, in the compute dtype where there is one.
-        opt_state: The optimizer's state of the trained parameters; with a compute dtype their masters are in it.
-        key: A typed PRNG key, [].
-        model_state: What ``loss_fn`` returns besides the loss and takes again, equal on all ranks.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    key: jax.Array
-    model_state: Any = ()
+    step: jax.Array  # steps taken; int32, []
+    params: Any  # the user's tree, in the compute dtype where there is one
+    opt_state: Any  # the optimizer's state of the trained parameters; with a compute dtype their masters are in it
+    key: jax.Array  # a typed PRNG key, []
+    model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
 
     def __repr__(self) -> str:
         """In one line, without the arrays."""
@@ -58,21 +50,11 @@ class TrainState(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a step is made of.
+    """What a step is made of; the options are those of ``Trainer``."""
 
-    Attributes:
-        loss: Of parameters as the layout holds them.
-        strategy: Its functions.
-        layout: Of the state.
-        num_microbatches: Parts of this rank's batch.
-        max_grad_norm: To which gradients are clipped.
-        state_sync: How ranks agree on the model state.
-        nonfinite: What is done about numbers that are not finite; see ``Trainer``.
-    """
-
-    loss: PartialLoss
+    loss: PartialLoss  # of parameters as the layout holds them
     strategy: Strategy
-    layout: Layout
+    layout: Layout  # of the state
     num_microbatches: int = 1
     max_grad_norm: float | None = None
     state_sync: str = "mean"
