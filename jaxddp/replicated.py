@@ -7,6 +7,7 @@ update    params, state = optimizer(mean)                     the same on every 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,11 +26,7 @@ from .tree import like, named_leaves, path_name, split
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
     """A strategy of full parameters, by its plan."""
-    return Strategy(
-        name, plan, layout_full, in_compute_dtype,
-        lambda grads, plan, layout, *rest: all_reduce_grads(layout.ranks, hook, grads, plan, *rest),
-        update_full, hook=hook,
-    )  # fmt: skip
+    return Strategy(name, plan, layout_full, in_compute_dtype, partial(reduce_full, hook), update_full, hook=hook)
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
@@ -50,6 +47,13 @@ def find_mirror(params: Mapping[str, Leaf], path: Any, struct: Any) -> Leaf | No
     name = f".{path_name(path)}"
     of = [one for one in params if params[one].shape == struct.shape and name.endswith(f".{one}" if one else "")]
     return params[max(of, key=len)] if of else None
+
+
+def reduce_full(
+    hook: Hook | None, grads: Mapping[str, jax.Array], plan: BucketPlan, layout: Layout, *divisor_and_number: Any
+) -> Means:
+    """Every rank gets all mean gradients."""
+    return all_reduce_grads(layout.ranks, hook, grads, plan, *divisor_and_number)
 
 
 def all_reduce_grads(

@@ -1,6 +1,7 @@
 """What each strategy compiles to on CPU, in the trainer, in a user's own shard_map and in pmap."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,13 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
         assert overlap.first_start_fraction < 0.5  # seen: 0.02 to 0.31
         # Seen: at most half of the bytes; the gradients that are ready last cannot but come after.
         assert overlap.bytes_started_after_backward <= overlap.num_bytes / 2
+
+
+@pytest.mark.parametrize("name", jaxddp.STRATEGIES)
+def test_a_strategy_can_be_sent_to_another_process(name):
+    strategy = jaxddp.make_strategy(name)
+    tensors = [jaxddp.TensorSpec(name, (1 << 19,), "float32") for name in "abc"]
+    assert pickle.loads(pickle.dumps(strategy)).plan(tensors) == strategy.plan(tensors)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.full)])

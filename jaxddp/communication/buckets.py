@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
@@ -96,7 +96,7 @@ def plan_buckets(
     bucket_mb: BucketMb = "default",
     *,
     rule: Rule = "before",
-    after_backward: bool = False,
+    **recorded: Any,
 ) -> BucketPlan:
     """Groups tensors into buckets of at most ``bucket_mb`` MiB.
 
@@ -110,7 +110,7 @@ def plan_buckets(
             communication start early.
         rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
             that reaches the cap, as PyTorch's DDP does.
-        after_backward: Recorded in the plan.
+        **recorded: Other fields of the plan.
 
     Raises:
         ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
@@ -146,7 +146,7 @@ def plan_buckets(
         if rule == "torch" and held >= cap:
             number, held = number + 1, 0
         opened[dtype] = number, held
-    return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), after_backward)
+    return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), **recorded)
 
 
 def plan_all_reduces(

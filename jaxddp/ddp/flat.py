@@ -7,6 +7,8 @@ Each dtype has a buffer of its own.
     exposed: latency + all of the bytes
 """
 
+from functools import partial
+
 from ..communication.buckets import plan_buckets
 from ..replicated import replicated
 from ..strategy import Strategy, register
@@ -15,4 +17,4 @@ from ..strategy import Strategy, register
 @register
 def flat() -> Strategy:
     """One all-reduce of everything, after the whole backward."""
-    return replicated("flat", lambda tensors: plan_buckets(tensors, None, after_backward=True))
+    return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))

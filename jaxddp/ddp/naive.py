@@ -7,6 +7,8 @@ when the last gradient is ready.
     exposed: P * latency + all of the bytes
 """
 
+from functools import partial
+
 from ..communication.buckets import plan_per_tensor
 from ..replicated import replicated
 from ..strategy import Strategy, register
@@ -15,4 +17,4 @@ from ..strategy import Strategy, register
 @register
 def naive() -> Strategy:
     """One all-reduce per parameter, after the whole backward."""
-    return replicated("naive", lambda tensors: plan_per_tensor(tensors, after_backward=True))
+    return replicated("naive", partial(plan_per_tensor, after_backward=True))
