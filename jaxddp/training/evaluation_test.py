@@ -156,7 +156,7 @@ def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
 
 def test_a_batch_is_one_all_reduce_and_what_is_kept(x64):
     one, state, _ = stateful(jaxddp.zero1())
-    program = one._model(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(measure, True))
+    program = one.programs(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(measure, True))
     collectives = jaxddp.read_schedule(program).collectives()
     # Three means and sums with the number of examples, counts, and two values of each example.
     expected = [("all-gather", 12 * 8), ("all-gather", 12 * 2 * 8), ("all-reduce", 2 * 8), ("all-reduce", 4 * 8)]
