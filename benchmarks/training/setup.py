@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jaxddp import STRATEGIES
 from jaxddp.models import SIZES
 from jaxddp.registry import is_bucketed
-from jaxddp.training.data import Batch, Corpus, RandomTokens
+from jaxddp.training.data import Batch, Corpus
 
 from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
@@ -59,23 +60,14 @@ class StrategySpec(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A strategy's own copy of the training run, on each rank.
+    """A strategy's own copy of the training run, on each rank."""
 
-    Attributes:
-        step: Takes the step of a round: loss and gradient norm, once all of it is done.
-        weights: Gives the whole parameters, in float32 and by the names of torch; every rank must ask.
-        planned: ``(kind, bytes)`` of the collectives that were planned; None of a peer.
-        found: Those of the compiled program, or that torch's first step issued.
-        buckets: Torch's names and the bytes of the tensors of each bucket, in launch order.
-        ready_shares: Of JAX's, by torch's names: the share of a rank's matrix products done before a gradient is ready.
-    """
-
-    step: Callable[[int], tuple[float, float]]
-    weights: Callable[[], dict[str, np.ndarray]]
-    planned: list[tuple[str, int]] | None = None
-    found: list[tuple[str, int]] | None = None
-    buckets: Sequence[Sequence[tuple[str, int]]] = ()
-    ready_shares: Mapping[str, float] = {}
+    step: Callable[[int], tuple[float, float]]  # of a round: loss and gradient norm, once all of it is done
+    weights: Callable[[], dict[str, np.ndarray]]  # whole, in float32, by the names of torch; every rank must ask
+    planned: list[tuple[str, int]] | None = None  # ``(kind, bytes)`` of the planned collectives; None of a peer
+    found: list[tuple[str, int]] | None = None  # those of the compiled program, or that torch's first step issued
+    buckets: Sequence[Sequence[tuple[str, int]]] = ()  # torch's names and bytes of each one's tensors, as launched
+    ready_shares: Mapping[str, float] = {}  # of JAX: of the products done before a gradient is ready, by torch's names
 
 
 @dataclass(frozen=True)
@@ -195,10 +187,15 @@ def make_setup(
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
     vocab, context = SIZES[model].vocab, SIZES[model].context
     reads_text = vocab == 256
-    source = Corpus(context=context) if reads_text else RandomTokens(vocab, context)
-    batches = tuple(source.batch(step, batch_size) for step in range(num_warmup + num_steps))
+    batch_of = Corpus(context=context).batch if reads_text else partial(_random_tokens, vocab, context)
+    batches = tuple(batch_of(step, batch_size) for step in range(num_warmup + num_steps))
     tolerance = TOLERANCE if reads_text and dtype == "f32" else None
     return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
+
+
+def _random_tokens(vocab: int, context: int, step: int, batch_size: int) -> Batch:
+    tokens = np.random.default_rng([0, step]).integers(0, vocab, (batch_size, context + 1), dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def in_words(setup: TrainingSetup) -> str:

@@ -113,22 +113,6 @@ class Corpus:
         return {"tokens": bytes_of_window[:, :-1], "targets": bytes_of_window[:, 1:]}
 
 
-class RandomTokens:
-    """Uniformly random tokens, for experiments that time training and learn nothing."""
-
-    def __init__(self, vocab: int = 10_000, context: int = 128):
-        """Stores the sizes: ids run from 0 to ``vocab - 1``, an example has ``context`` tokens."""
-        self.vocab, self.context = vocab, context
-        self.source = f"random tokens of a vocabulary of {vocab:,}"
-
-    def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Gives a rank's rows of the batch of a step; see ``Corpus.batch``."""
-        rows = _rows(step, batch_size, seed, rank, num_ranks)
-        shape = (batch_size, self.context + 1)
-        tokens = np.random.default_rng([seed, step]).integers(0, self.vocab, shape, dtype=np.int32)[rows]
-        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
     """Checks the arguments of ``batch`` and gives the rank's rows."""
     for name, value, least in (("step", step, 0), ("seed", seed, 0), ("rank", rank, 0), ("num_ranks", num_ranks, 1)):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from jaxddp.comparison_test import assert_near, refusal
-from jaxddp.training.data import Corpus, RandomTokens
+from jaxddp.training.data import Corpus
 
 CONTEXT = 4
 
@@ -75,9 +75,8 @@ def test_batches_depend_on_seed_and_step_alone(counting):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 12])
-@pytest.mark.parametrize("kind", ["corpus", "random"])
-def test_ranks_get_consecutive_rows_of_the_one_global_batch(counting, kind, num_ranks):
-    data = Corpus(counting, context=CONTEXT) if kind == "corpus" else RandomTokens(1000, CONTEXT)
+def test_ranks_get_consecutive_rows_of_the_one_global_batch(counting, num_ranks):
+    data = Corpus(counting, context=CONTEXT)
     whole = data.batch(2, 12, seed=1)
     shards = [data.batch(2, 12, seed=1, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     assert {len(shard["tokens"]) for shard in shards} == {12 // num_ranks}
