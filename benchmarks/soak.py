@@ -59,8 +59,6 @@ def cases(options: Options) -> list[Case]:
     num_ranks, seed = options.ranks or 2, options.seed or 0
     if num_ranks < 2:
         raise ValueError(f"ranks (={num_ranks}) must be at least 2: one rank waits for no other")
-    if seed < 0:
-        raise ValueError(f"seed (={seed}) must not be negative")
     packages = {"jax": ["jaxddp"], "torch": ["torchref"], "both": ["jaxddp", "torchref"]}[options.framework or "jax"]
     return [Case(package, SoakSetup(package, options.minutes or 60.0, num_ranks, seed)) for package in packages]
 
@@ -111,19 +109,15 @@ def temporary_disk() -> Iterator[tuple[Path, bool]]:
         try:
             yield Path(name), disk.is_mount()
         finally:
-            if disk.is_mount():
-                subprocess.run(["umount", "--lazy", disk], check=False)
+            subprocess.run(["umount", "--lazy", disk], capture_output=True)
 
 
 def newest_weights(package: str, folder: Path) -> tuple[int, dict[str, np.ndarray]]:
     """The step and the parameters of the newest checkpoint."""
-    step = newest_step(folder)
-    if package == "jaxddp":
-        arrays = dict(np.load(folder / str(step) / "state.npz"))
-    else:
-        tensors = torch.load(folder / str(step) / "state.pt", weights_only=True)
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    return step, {name: array for name, array in arrays.items() if name.startswith("params.")}
+    path = folder / str(step := newest_step(folder))
+    is_jax = package == "jaxddp"
+    found: Any = np.load(path / "state.npz") if is_jax else torch.load(path / "state.pt", weights_only=True)
+    return step, {name: np.asarray(one) for name, one in found.items() if name.startswith("params.")}
 
 
 def newest_step(folder: Path) -> int:
@@ -133,8 +127,6 @@ def newest_step(folder: Path) -> int:
 
 class Job(contextlib.AbstractContextManager["Job"]):
     """A run of ``train``, seen from outside; what it starts has a mark, and ends with it."""
-
-    launcher: subprocess.Popen[bytes]
 
     def __init__(self, setup: SoakSetup, checkpoints: Path, log: Path, steps: int) -> None:
         self._checkpoints, self._log, self._mark = checkpoints, log, uuid.uuid4().hex
@@ -149,7 +141,6 @@ class Job(contextlib.AbstractContextManager["Job"]):
         self.launch()
 
     def __exit__(self, *_: object) -> None:
-        """Ends the job, and whatever it started."""
         self.launcher.kill()
         self.launcher.wait()
         _kill(self._marked())
@@ -183,7 +174,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def endure(self, kind: str, rank: int) -> dict[str, Any]:
         """Injects a fault, and waits for the first checkpoint of those that train after it; gives the row."""
-        roles, num_printed, left = self.pids(), self._log.stat().st_size, ""
+        roles, before, left = self.pids(), self._log.stat().st_size, ""
         since_s, step = time.monotonic(), newest_step(self._checkpoints)
         ranks = [pid for role, pid in roles.items() if role != "launcher"]
         others = set(roles.values()) - {self._inject(kind, roles, rank)}
@@ -195,8 +186,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
                 self.launch()
             return newest_step(self._checkpoints) > saved
 
-        noticed_s = self.wait(lambda: self._log.stat().st_size > num_printed or not all(map(is_alive, others)), since_s)
-        ended_s = self.wait(lambda: not any(map(is_alive, ranks)), since_s)
+        noticed_s = self.wait(lambda: self._log.stat().st_size > before or not all(map(parent_of, others)), since_s)
+        ended_s = self.wait(lambda: not any(map(parent_of, ranks)), since_s)
         saved = newest_step(self._checkpoints)
         self._filler.unlink(missing_ok=True)
         return {
@@ -208,8 +199,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         """Does it, and gives the process that it hits if it is a single one."""
         if kind == FULL_DISK:
             with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(2**16))
+                file.write(bytes(2**28))  # as much as fits
             return None
         signals = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP, PREEMPT: signal.SIGTERM, LAUNCHER: signal.SIGKILL}
         os.kill(pid := roles[f"rank {rank}" if kind in (KILL, STOP) else "launcher"], signals[kind])
@@ -228,7 +218,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # another user's, or it has ended
                 variables = (process / "environ").read_text(errors="replace").split("\0")
-                if f"{_MARK}={self._mark}" in variables and (parent := _parent(pid := int(process.name))) is not None:
+                if f"{_MARK}={self._mark}" in variables and (parent := parent_of(pid := int(process.name))) is not None:
                     found[pid] = parent, next((one[5:] for one in variables if one.startswith("RANK=")), "")
         return found
 
@@ -239,12 +229,8 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs or is stopped; one that has ended and was not waited for is not."""
-    return _parent(pid) is not None
-
-
-def _parent(pid: int) -> int | None:
+def parent_of(pid: int) -> int | None:
+    """The parent of a process that runs or is stopped; None of one that has ended, whether it was waited for or not."""
     with contextlib.suppress(OSError):
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(parent)
@@ -269,19 +255,20 @@ def _usage(pid: int) -> dict[str, float]:
     """Resident memory in MiB, open file handles and threads of a process."""
     process = Path(f"/proc/{pid}")
     memory_mib = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    handles, threads = (len(os.listdir(process / name)) for name in ("fd", "task"))
-    return {"memory_mib": memory_mib, "handles": handles, "threads": threads}
+    listed = {"handles": "fd", "threads": "task"}
+    return {"memory_mib": memory_mib} | {name: len(os.listdir(process / of)) for name, of in listed.items()}
 
 
 def sum_up(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """The faults of each kind and package as one row."""
     for (kind, package), some in by([row for row in rows if row.get("fault")], "fault", "framework").items():
         bad = [row["check"] for row in some if row["check"] != "ok"]
-        found: dict[str, Any] = {"fault": kind, "framework": package, "tried": len(some)}
-        for name in ("noticed_s", "ended_s", "back_s"):
-            times = [row[name] for row in some]
-            found[name] = f"{median(times):.1f} - {max(times):.1f}"
-        yield found | {"check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok"}
+        times = {name: [row[name] for row in some] for name in ("noticed_s", "ended_s", "back_s")}
+        yield {
+            "fault": kind, "framework": package, "tried": len(some),
+            **{name: f"{median(each):.1f} - {max(each):.1f}" for name, each in times.items()},
+            "check": f"{bad[0]} ({len(bad)} of {len(some)})" if bad else "ok",
+        }  # fmt: skip
 
 
 _SIDE, _TENTHS = Column("package", "framework"), "{:,.1f}".format

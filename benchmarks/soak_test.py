@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.benchmark import Case
-from benchmarks.soak import KILL, KINDS, SoakSetup, draw_faults, is_alive, measure, sum_up, usage_over
+from benchmarks.soak import KILL, KINDS, SoakSetup, draw_faults, measure, parent_of, sum_up, usage_over
 from jaxddp.conftest import wait_for
 
 
@@ -45,7 +45,7 @@ def test_nothing_outlives_the_soak(tmp_path, number):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(number)
         parent.wait(60)
-    wait_for(lambda: not any(map(is_alive, pids)), 60)
+    wait_for(lambda: not any(map(parent_of, pids)), 60)
     assert len(pids) == 3
 
 
