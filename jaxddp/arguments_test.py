@@ -48,7 +48,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "params": lambda value: trainer().init(value),
     "seed": lambda value: trainer().init(PARAMS, seed=value),
     **{f"{one} of a state": of_state(one, BATCH) for one in ("step", "evaluate", "compile", "plan", "planned")},
-    **{f"{one} of a state": of_state(one) for one in ("params", "layout")},
+    **{f"{one} of a state": of_state(one) for one in ("params", "layout", "programs")},
     "eval_fn": lambda value: trainer().evaluate(trainer().init(PARAMS), BATCH, value),
     "check_replicas of a state": lambda value: jaxddp.check_replicas(trainer(), value),
     "step of a batch": lambda value: trainer().step(trainer().init(PARAMS), value),

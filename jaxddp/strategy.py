@@ -77,9 +77,9 @@ class Layout:
     """How the training state of one model lies over the ranks."""
 
     ranks: Ranks
-    params: Any  # between steps; a tree of ``Leaf``, as are the next two
-    updated: Any  # what the optimizer updates: the same parameters, or shards of them
-    opt_state: Any  # the optimizer's state
+    params: Any  # parameters between steps; a tree of ``Leaf``
+    updated: Any  # what the optimizer updates, the same parameters or shards of them; a tree of ``Leaf``
+    opt_state: Any  # the optimizer's state; a tree of ``Leaf``
     optimizer: Optimizer  # of what a rank updates
     compute_dtype: Any = None  # of the floating parameters that the loss takes; their own if None
     grad_dtype: Any = None  # in which gradients are added up and summed over ranks; each parameter's own if None
@@ -91,7 +91,7 @@ class Layout:
     dtypes: dict[str, Any] = field(init=False)  # in which parameters are updated
     grad_dtypes: dict[str, Any] = field(init=False)  # in which gradients are added up
     specs: dict[str, PartitionSpec] = field(init=False)  # how parameters lie along the other axes
-    shard_specs: dict[str, PartitionSpec] = field(init=False)  # how what is updated, a shard or all of it, does
+    shard_specs: dict[str, PartitionSpec] = field(init=False)  # how what is updated of them lies along these
 
     def __post_init__(self) -> None:
         """Works out what is looked up by name."""
@@ -117,10 +117,11 @@ class Strategy(NamedTuple):
     name: str  # its key in ``STRATEGIES``
     plan: Callable[[Sequence[TensorSpec]], BucketPlan]  # of tensors in the order in which gradients become ready
     layout: Callable[..., Layout]  # (params, optimizer, ranks, trainable), the first a tree of ``Leaf`` that are full
-    full: Callable[..., Any]  # (loss, layout): a loss of parameters as the layout holds them, in the compute dtype
-    # (gradients by name, plan, layout, divisor, number), which counts micro-batches where each is reduced.
+    full: Callable[..., Any]  # (loss, layout) -> the loss of parameters as they are held, in the compute dtype
+    # (gradients by name, plan, layout, divisor, number) -> what this rank updates with; the number is that of the
+    # micro-batch where each one is reduced.
     reduce: Callable[..., Means]
-    update: Callable[..., tuple[Any, Any]]  # (gradients, opt_state, params, plan, layout, value): params, opt_state
+    update: Callable[..., tuple[Any, Any]]  # (gradients, opt_state, params, plan, layout, value) -> params, opt_state
     # Whether parameters are full only inside the loss: then ``full`` casts the masters, where there is a compute dtype,
     # and XLA may not start collectives as early as it can, or all would be gathered at once.
     gathers_in_loss: bool = False

@@ -48,9 +48,16 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
         assert overlap.bytes_started_after_backward <= overlap.num_bytes / 2
 
 
-@pytest.mark.parametrize("name", jaxddp.STRATEGIES)
-def test_a_strategy_can_be_sent_to_another_process(name):
-    strategy = jaxddp.make_strategy(name)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(jaxddp.make_strategy(name) for name in jaxddp.STRATEGIES),
+        jaxddp.bucketed([1, 2], hook=jaxddp.hooks.bf16),
+        jaxddp.zero2(shard="leaves"),
+        jaxddp.zero3(min_shard_elements=0),
+    ],
+)
+def test_a_strategy_can_be_sent_to_another_process(strategy):
     tensors = [jaxddp.TensorSpec(name, (1 << 19,), "float32") for name in "abc"]
     assert pickle.loads(pickle.dumps(strategy)).plan(tensors) == strategy.plan(tensors)
 

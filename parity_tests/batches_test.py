@@ -40,6 +40,8 @@ def test_a_data_loader_feeds_training_and_evaluation():
     first = next(iter(loader))
     assert trainer.planned(state, first) == trainer.planned(state, [X[:8], LABELS[:8]])
     trainer.compile(state, first)
+    programs = trainer.programs(state)
+    assert programs.plan(state, first) == programs.plan(state, [X[:8], LABELS[:8]])
     assert "DataLoader object at " in refusal(trainer.step, state, loader)
 
 

@@ -254,7 +254,7 @@ def take_steps(
                 error = FloatingPointError(
                     f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite{before}"
                 )
-                if options.nonfinite == "raise":  # the step was taken
+                if options.nonfinite == "raise":  # the state before is gone: there is nothing to save
                     raise error
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")

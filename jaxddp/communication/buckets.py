@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
@@ -74,10 +74,10 @@ class BucketPlan:
 
     buckets: tuple[Bucket, ...]  # in launch order
     after_backward: bool = False  # whether all wait for the last gradient; else each starts when its own are ready
-    # Names of tensors with a constant gradient, such as the zeros of an unused parameter. It is equal on all ranks.
+    # Names of tensors with a constant gradient, such as the zeros of an unused parameter: no reduction is needed.
     constants: tuple[str, ...] = ()
     gathers: tuple[Bucket, ...] = ()  # in which updated parameters are gathered, where they are updated by shards
-    kind: str = "all-reduce"  # by which a bucket is summed, or "reduce-scatter"
+    kind: str = "all-reduce"  # or "reduce-scatter": the collective by which a bucket is summed
     each_microbatch: bool = False  # whether each one's gradients are reduced; else they are added up and reduced once
 
     @property
@@ -96,7 +96,9 @@ def plan_buckets(
     bucket_mb: BucketMb = "default",
     *,
     rule: Rule = "before",
-    **recorded: Any,
+    after_backward: bool = False,
+    kind: str = "all-reduce",
+    each_microbatch: bool = False,
 ) -> BucketPlan:
     """Groups tensors into buckets of at most ``bucket_mb`` MiB.
 
@@ -110,7 +112,9 @@ def plan_buckets(
             communication start early.
         rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
             that reaches the cap, as PyTorch's DDP does.
-        **recorded: Other fields of the plan.
+        after_backward: Recorded in the plan, as are the next two.
+        kind: The collective.
+        each_microbatch: Whether each one is reduced.
 
     Raises:
         ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
@@ -146,7 +150,8 @@ def plan_buckets(
         if rule == "torch" and held >= cap:
             number, held = number + 1, 0
         opened[dtype] = number, held
-    return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), **recorded)
+    found = tuple(map(Bucket, map(tuple, buckets.values())))
+    return BucketPlan(found, after_backward, kind=kind, each_microbatch=each_microbatch)
 
 
 def plan_all_reduces(

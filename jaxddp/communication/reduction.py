@@ -79,10 +79,10 @@ def sends_uncopied(plan: BucketPlan) -> bool:
 class Wire(NamedTuple):
     """How a bucket travels; ``pack`` gives a buffer, or on GPUs the tuple of those that one call sends."""
 
-    pack: Callable[[Bucket, Mapping[str, jax.Array]], Any]  # of gradients by name
-    send: Callable[[Any, str], Any]  # to what this rank keeps of the sum over ranks; the key differs by bucket
-    unpack: Callable[[Bucket, Any], dict[str, jax.Array]]  # of what was kept, to arrays by name
-    unsent: Callable[[str, jax.Array], jax.Array]  # what this rank keeps of the sum of a gradient equal on all ranks
+    pack: Callable[[Bucket, Mapping[str, jax.Array]], Any]  # (bucket, gradients by name) -> a buffer
+    send: Callable[[Any, str], Any]  # (buffer, key of the bucket) -> what this rank keeps of its sum over ranks
+    unpack: Callable[[Bucket, Any], dict[str, jax.Array]]  # (bucket, what send gave) -> arrays by name
+    unsent: Callable[[str, jax.Array], jax.Array]  # (name, gradient equal on all ranks) -> what is kept of its sum
 
 
 class Means(NamedTuple):

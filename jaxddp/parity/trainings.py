@@ -220,7 +220,7 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
 
 def _is_elementwise(optimizer: optax.GradientTransformation, trained: Any) -> bool:
     try:
-        shard_state(optax.with_extra_args_support(optimizer), cut_leaves(whole(trained), 2))
+        shard_state(optimizer, cut_leaves(whole(trained), 2))
     except ValueError:
         return False
     return True

@@ -24,7 +24,7 @@ from .validation import check_batch, count_examples, host_arrays, is_global
 
 Watched = Callable[[], AbstractContextManager[Any]]
 Run = Callable[[Any, np.ndarray], dict[str, Any]]
-"""``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``metrics.Measure`` gives them."""
+"""``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``loss.Measure`` gives them."""
 
 
 def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:

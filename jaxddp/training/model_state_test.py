@@ -106,8 +106,8 @@ def assert_counted_apart(trainer, calls_collectives):
     schedule = read_schedule(trainer.compile(state, batch))
     found = schedule.collectives()
     assert schedule.gradient_collectives() == sorted(trainer.planned(state, batch))
-    assert [(c.kind, c.num_bytes) for c in found if c.is_model_state] == trainer.programs(state).planned_sync(state)
     programs = trainer.programs(state)
+    assert [(c.kind, c.num_bytes) for c in found if c.is_model_state] == programs.planned_sync(state)
     assert programs.planned_sync(state) == [("all-reduce", 2 * WIDTH * 8)]
     others = [(c.kind, c.num_bytes) for c in found if not (c.is_gradients or c.is_model_state or c.is_metrics)]
     assert sorted(others) == sorted(programs.planned_loss(state, batch)) and bool(others) == calls_collectives

@@ -194,7 +194,8 @@ def test_integers_of_a_batch_that_would_not_fit_are_refused():
     state = trainer.init(PARAMS)
     small = {"id": np.arange(4, dtype=np.int64)}  # NumPy's own dtype: taken where the values fit
     assert float(trainer.evaluate(state, small)) == 1.0
-    assert str(2**32 + 1) in refusal(trainer.step, state, {"id": small["id"] + 2**32 - 2})
+    for use in (trainer.step, trainer.compile, trainer.programs(state).step_function):
+        assert str(2**32 + 1) in refusal(use, state, {"id": small["id"] + 2**32 - 2})
     with jax.enable_x64(True):
         trainer = make(jaxddp.bucketed(), lambda params, batch: jnp.mean(params["b"] * batch["id"].mean()))
         assert float(trainer.evaluate(trainer.init(PARAMS), {"id": small["id"] + 2**40})) == 2**40 + 1.5

@@ -28,7 +28,7 @@ from ..tree import named_leaves, split
 from . import step as steps
 from .model_state import planned_sync, step_with_state
 from .step import Run, TrainState
-from .validation import abstract, check_batch, signature
+from .validation import abstract, check_batch, host_arrays, signature
 from .xla import compile_options
 
 Compile = Callable[..., Any]
@@ -62,8 +62,13 @@ def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
 class Programs:
     """Plans and programs of one model over one mesh, made when they are first asked for.
 
-    ``layout`` says how the model's training state lies over the ranks; ``held`` describes a state of step 0 as it does,
-    without a model state; ``shardings`` is a ``TrainState`` of each leaf's ``NamedSharding``.
+    Attributes:
+        layout: How the model's training state lies over the ranks.
+        run: What its step is made of.
+        platform: Of the mesh.
+        held: Describes a state of step 0, as it lies over the ranks, without a model state.
+        shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
+        batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:
@@ -230,7 +235,7 @@ class Programs:
     def _typed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Describes arrays with their shardings, which are in their types where axes of the mesh are explicit."""
         typed = jax.tree.map(lambda sharding, tree: abstract(tree, sharding), self.shardings, state)
-        return typed, abstract(batch, self.batch_sharding)
+        return typed, abstract(host_arrays(batch), self.batch_sharding)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Keeps a state on the devices of a rank as its layout says: XLA would place it as the loss uses it."""

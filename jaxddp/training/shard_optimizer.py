@@ -129,5 +129,5 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
     check_leaves("params", named_leaves(params))
     num_ranks = check_integer("num_ranks", num_ranks)
     check_axis(axis)
-    found = layout_shards(whole(params), optax.with_extra_args_support(optimizer), Ranks(axis, num_ranks, num_ranks))
+    found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)

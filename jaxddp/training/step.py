@@ -69,8 +69,8 @@ def local_gradients(
     Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
     """
     with jax.named_scope(LOSS_SCOPE):
-        grad = jax.grad(lambda ours: run.loss(merge(ours, frozen), model_state, batch, key), has_aux=True)
-        grads, (parts, new_state) = grad(trainable)
+        compute = jax.grad(lambda ours: run.loss(merge(ours, frozen), model_state, batch, key), has_aux=True)
+        grads, (parts, new_state) = compute(trainable)
     if parts.loss.weight is not None:  # statistics of no examples are often 0 / 0
         new_state = jax.tree.map(partial(jnp.where, parts.loss.weight == 0), model_state, new_state)
     by_name = {name: grad.astype(run.layout.grad_dtypes[name]) for name, grad in named_leaves(grads).items()}

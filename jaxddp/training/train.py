@@ -433,18 +433,19 @@ class Trainer:
 
         Constant gradients are left out, because XLA drops their reduction. On one rank nothing is communicated.
         """
-        return self.programs(state).plan(state, host_arrays(batch))
+        return self.programs(state).plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
         Those of metrics are left out. ``programs(state)`` lists others: ``planned_sync(state)`` those by which ranks
-        agree on the model state, ``planned_loss(state, batch)`` those that the loss function itself calls.
+        agree on the model state, ``planned_loss(state, batch)`` those that the loss function itself calls, and
+        ``planned_groups(state, batch)`` these with the devices that take part.
         """
-        return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, host_arrays(batch))]
+        return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
     def layout(self, state: TrainState) -> Layout:
-        """Gives which leaves of a state are shards, and of what."""
+        """Gives which leaves of a state are shards, and of what; raises as ``programs``."""
         return self.programs(state).layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
@@ -462,9 +463,9 @@ class Trainer:
     def _watched(self, is_call: bool = True) -> Iterator[list[Any]]:
         """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
         results: list[Any] = []
-        # In a job, a trainer may be of the process's own devices.
-        mine = self.mesh.devices.flat if isinstance(self.mesh, Mesh) and jax.process_count() > 1 else ()
-        spans_job = len({one.process_index for one in mine}) == jax.process_count()
+        # In a job, a trainer may be of this process's devices alone.
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) and jax.process_count() > 1 else ()
+        spans_job = len({one.process_index for one in devices}) == jax.process_count()
         if spans_job:
             begin_step(is_call)
         try:
@@ -492,10 +493,11 @@ class Trainer:
         return model_state
 
     def programs(self, state: TrainState) -> Programs:
-        """Gives the plans and programs of a state's model; under zero3 after ``init`` or ``abstract_state``.
+        """Gives the plans and programs of a state's model.
 
         Raises:
-            ValueError: If it is no state of this trainer.
+            ValueError: If it is no state of this trainer; under zero3, and with masters, one that neither ``init`` nor
+                ``abstract_state`` has made.
         """
         check_state(state)
         key = signature(state)
@@ -562,9 +564,7 @@ class Trainer:
         except Exception as error:  # the other processes wait for this one
             return type(error).__name__
 
-    def _describe_batch(
-        self, model: Programs, held: Any, num_microbatches: int, state: TrainState | None
-    ) -> dict[str, str]:
+    def _describe_batch(self, model: Programs, held: Any, state: TrainState | None) -> dict[str, str]:
         """This process's batch and, if there is a state to train, the plan of the step."""
         said = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
         if state is not None:
@@ -577,7 +577,6 @@ class Trainer:
                 held,
             )
             with contextlib.suppress(ValueError):  # raised again once all processes have come
-                check_batch(batch, self.num_ranks, num_microbatches)
                 plan = model.plan(state, batch)
                 said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
                 said["results and constant gradients"] = describe_results(model.trace(state, batch))
@@ -590,7 +589,7 @@ class Trainer:
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
             key = signature(held), state is None
             if key not in self._agreed:
-                check_alike(self._describe_batch(model, held, num_microbatches, state), BATCH_S)
+                check_alike(self._describe_batch(model, held, state), BATCH_S)
                 self._agreed.add(key)
             batch = self._place(model, batch)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)

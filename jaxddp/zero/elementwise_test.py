@@ -323,7 +323,7 @@ def test_optimizers_are_described_alike_only_if_they_compute_alike():
     params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
 
     def describe(make):
-        return describe_update(optax.with_extra_args_support(make()), params, [("data", 4)])
+        return describe_update(make(), params, [("data", 4)])
 
     described = {name: describe(make) for name, make in UNLIKE.items()}
     assert len(set(described.values())) == len(described), described

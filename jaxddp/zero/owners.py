@@ -86,11 +86,15 @@ def layout_by_owners(
 class LeafOwners:
     """An optimizer whose state is shared out by whole parameters.
 
-    ``owners`` are the ranks of parameters by name, ``slots`` the optimizer's state of full parameters as shapes,
-    ``param_of`` the parameter whose owner has each leaf of it (None if all ranks have it), ``widths`` elements of the
-    fullest rank's state by dtype, ``state_bytes`` of each rank without padding. ``swapped`` are elements and dtype of
-    the buffer of each all-to-all, ``[N, w]`` for a dtype of parameters; without ``uses_grads``, as of
-    ``optax.set_to_zero``, gradients are not sent.
+    Attributes:
+        num_ranks: N.
+        owners: The rank of each parameter, by name.
+        slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
+        param_of: The parameter whose owner has it, of each leaf of the state; None if all ranks have it.
+        state_bytes: Bytes of optimizer state that each rank owns, without padding.
+        widths: Elements of the fullest rank's state, by dtype.
+        uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
+        swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
 
     Example:
         >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones(6), "c": jnp.ones(9)}

@@ -84,8 +84,7 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
     if shard not in ("elements", "leaves"):
         raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
     plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    recorded: Any = {"kind": "reduce-scatter", "each_microbatch": each_microbatch}
-    plan = partial(plan_buckets, bucket_mb=bucket_mb, rule=rule, **recorded)
+    plan = partial(plan_buckets, bucket_mb=bucket_mb, rule=rule, kind="reduce-scatter", each_microbatch=each_microbatch)
     layout, variant = (layout_by_owners, "by leaves") if shard == "leaves" else (layout_shards, "")
     return Strategy(name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant=variant)
 

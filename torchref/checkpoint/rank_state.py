@@ -29,19 +29,12 @@ _DECIDE_STATE = ("amsgrad", "momentum", "centered")  # options without which an 
 
 
 class RankState(NamedTuple):
-    """What a rank holds of a training state.
+    """What a rank holds of a training state."""
 
-    Attributes:
-        module: What is trained, without a wrapper.
-        optimizer: Over parameters, or this rank's shards of them.
-        updated: What the optimizer updates of each parameter, by name: itself, or a shard.
-        cuts: How the parameters of which the optimizer updates a shard are cut, by name.
-    """
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    updated: dict[str, torch.Tensor]
-    cuts: Mapping[str, Cut]
+    module: nn.Module  # what is trained, without a wrapper
+    optimizer: torch.optim.Optimizer  # over parameters, or this rank's shards of them
+    updated: dict[str, torch.Tensor]  # what the optimizer updates of each parameter, by name: itself, or a shard
+    cuts: Mapping[str, Cut]  # how the parameters of which the optimizer updates a shard are cut, by name
 
     @classmethod
     def of(cls, trainer: Trainer) -> RankState:
