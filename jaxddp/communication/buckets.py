@@ -112,9 +112,7 @@ def plan_buckets(
             communication start early.
         rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
             that reaches the cap, as PyTorch's DDP does.
-        after_backward: Recorded in the plan, as are the next two.
-        kind: The collective.
-        each_microbatch: Whether each one is reduced.
+        after_backward: Recorded in the plan, as are ``kind`` and ``each_microbatch``; see ``BucketPlan``.
 
     Raises:
         ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
