@@ -97,8 +97,6 @@ def plan_buckets(
     *,
     rule: Rule = "before",
     after_backward: bool = False,
-    kind: str = "all-reduce",
-    each_microbatch: bool = False,
 ) -> BucketPlan:
     """Groups tensors into buckets of at most ``bucket_mb`` MiB.
 
@@ -112,7 +110,7 @@ def plan_buckets(
             communication start early.
         rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
             that reaches the cap, as PyTorch's DDP does.
-        after_backward: Recorded in the plan, as are ``kind`` and ``each_microbatch``; see ``BucketPlan``.
+        after_backward: Recorded in the plan.
 
     Raises:
         ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
@@ -148,8 +146,7 @@ def plan_buckets(
         if rule == "torch" and held >= cap:
             number, held = number + 1, 0
         opened[dtype] = number, held
-    found = tuple(map(Bucket, map(tuple, buckets.values())))
-    return BucketPlan(found, after_backward, kind=kind, each_microbatch=each_microbatch)
+    return BucketPlan(tuple(map(Bucket, map(tuple, buckets.values()))), after_backward)
 
 
 def plan_all_reduces(

@@ -28,7 +28,8 @@ References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.buckets import BucketMb, BucketPlan, Rule, plan_buckets
+from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
 from ..communication.collectives import all_gather, traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
@@ -84,9 +85,14 @@ def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_mi
     if shard not in ("elements", "leaves"):
         raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
     plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    plan = partial(plan_buckets, bucket_mb=bucket_mb, rule=rule, kind="reduce-scatter", each_microbatch=each_microbatch)
+    plan = partial(_plan, bucket_mb, rule, each_microbatch)
     layout, variant = (layout_by_owners, "by leaves") if shard == "leaves" else (layout_shards, "")
     return Strategy(name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant=variant)
+
+
+def _plan(bucket_mb: BucketMb, rule: Rule, each_microbatch: bool, tensors: Sequence[TensorSpec]) -> BucketPlan:
+    buckets = plan_buckets(tensors, bucket_mb, rule=rule)
+    return replace(buckets, kind="reduce-scatter", each_microbatch=each_microbatch)
 
 
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
