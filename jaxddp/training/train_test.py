@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,24 @@ def test_a_step_after_the_first_does_little_in_python():
         sys.setprofile(None)
     # One is the hash of a leaf's type; with a walk over the leaves for each check there were eight.
     assert events.count("call") < 2 * 200
+
+
+@pytest.mark.parametrize("name, num_functions, num_files", [("bucketed", 75, 13), ("zero1", 90, 14), ("zero3", 80, 12)])
+def test_who_follows_the_first_step_passes_few_functions(name, num_functions, num_files):
+    mark = jaxddp.layer if name == "zero3" else lambda layer: layer
+    dense = mark(lambda params, x: jnp.tanh(x @ params["w"] + params["b"]))
+    trainer = make(lambda params, batch: jnp.mean(dense(params, batch["x"]) ** 2), jaxddp.make_strategy(name))
+    state, batch = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}), {"x": np.ones((4, 3), np.float32)}
+    codes = []
+    sys.setprofile(lambda frame, event, arg: codes.append(frame.f_code))
+    try:
+        trainer.step(state, batch)
+    finally:
+        sys.setprofile(None)
+    package = str(Path(jaxddp.__file__).parent)
+    ours = [one for one in codes if one.co_filename.startswith(package) and "_test.py" not in one.co_filename]
+    passed = {(one.co_filename, one.co_qualname) for one in ours if one.co_name[0] != "<"}  # no lambdas, comprehensions
+    assert 50 < len(passed) <= num_functions and len({file for file, _ in passed}) <= num_files, sorted(passed)
 
 
 def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():
