@@ -57,8 +57,8 @@ def draw_faults(seed: int, num_ranks: int, kinds: Sequence[str] = KINDS) -> Iter
 def cases(options: Options) -> list[Case]:
     """A case for each package that is asked for."""
     num_ranks, seed = options.ranks or 2, options.seed or 0
-    if num_ranks < 2:
-        raise ValueError(f"ranks (={num_ranks}) must be at least 2: one rank waits for no other")
+    if num_ranks < 2 or seed < 0:  # one rank waits for no other; train takes no such seed, and would never begin
+        raise ValueError(f"ranks (={num_ranks}) must be at least 2, and seed (={seed}) at least 0")
     packages = {"jax": ["jaxddp"], "torch": ["torchref"], "both": ["jaxddp", "torchref"]}[options.framework or "jax"]
     return [Case(package, SoakSetup(package, options.minutes or 60.0, num_ranks, seed)) for package in packages]
 
@@ -186,8 +186,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
                 self.launch()
             return newest_step(self._checkpoints) > saved
 
-        noticed_s = self.wait(lambda: self._log.stat().st_size > before or not all(map(parent_of, others)), since_s)
-        ended_s = self.wait(lambda: not any(map(parent_of, ranks)), since_s)
+        noticed_s = self.wait(lambda: self._log.stat().st_size > before or None in map(parent_of, others), since_s)
+        ended_s = self.wait(lambda: {*map(parent_of, ranks)} <= {None}, since_s)
         saved = newest_step(self._checkpoints)
         self._filler.unlink(missing_ok=True)
         return {

@@ -153,7 +153,7 @@ class Programs:
         return self._of_several(planned)
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Lists ``(kind, bytes, devices of the first group)`` of the same, by their place in the mesh."""
+        """Lists ``(kind, bytes, devices of the first group)`` of what is planned, by their place in the mesh."""
         devices = np.arange(self._mesh.size).reshape(self._mesh.axis_sizes)
 
         def group(axes: tuple[str, ...]) -> tuple[int, ...]:

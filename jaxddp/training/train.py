@@ -440,7 +440,7 @@ class Trainer:
 
         Those of metrics are left out. ``programs(state)`` lists others: ``planned_sync(state)`` those by which ranks
         agree on the model state, ``planned_loss(state, batch)`` those that the loss function itself calls, and
-        ``planned_groups(state, batch)`` these with the devices that take part.
+        ``planned_groups(state, batch)`` those of this list with the devices that take part.
         """
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
