@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from .communication.sharding import Cut
 
@@ -80,7 +79,12 @@ class Shard(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         base = name.removesuffix("_") if not name.endswith("__") else name
         with torch._C.DisableTorchFunctionSubclass():
-            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            if name in {"__get__", "__set__"}:  # nearly all calls: reading a version, setting a gradient
+                found = func(*args)
+                if func == _GRAD or not isinstance(found, torch.Tensor):
+                    return found
+            lists = [one if isinstance(one, list | tuple) else (one,) for one in (*args, *kwargs.values())]
+            tensors = [one for some in lists for one in some if isinstance(one, torch.Tensor)]
             shard = next(one for one in tensors if isinstance(one, Shard))
             if base.removeprefix("_foreach_") in _ELEMENTWISE:
                 fits = base.startswith("_foreach_") or all(one.shape == shard.shape or not one.ndim for one in tensors)
@@ -89,7 +93,7 @@ class Shard(torch.Tensor):
             elif name not in _SAME_ON_A_PART:
                 shard._refuse(name)
             result = func(*args, **kwargs)
-            is_plain = func == _GRAD or "_like" in name or "new_" in name or any(result is one for one in tensors)
+            is_plain = "_like" in name or "new_" in name or any(result is one for one in tensors)
             if isinstance(result, torch.Tensor) and not is_plain:
                 result = result.as_subclass(Shard)
                 result.full_name, result.cut = shard.full_name, shard.cut

@@ -50,8 +50,8 @@ class Replicated(DataParallel):
                 work.wait()
             for name, grad in unpack(bucket, total.div_(denominator)).items():
                 self._trained[name].grad = grad
-        for name in self._trained.keys() - self._planned - self._sharded:
-            self._grad(name).div_(denominator)
+        if alone := [self._grad(name) for name in self._trained.keys() - self._planned - self._sharded]:
+            torch._foreach_div_(alone, denominator)  # one kernel for many, which on one rank are all
         self._started = []
 
     def drop_reductions(self) -> None:

@@ -125,18 +125,18 @@ class Trainer:
         if self._parallel is not None:
             self._parallel.finish_gradient_synchronization(denominator)
             return
-        for parameter in self.net.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad.div_(denominator)
+        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch._foreach_div_([parameter.grad for parameter in trained], denominator)
 
     def _clip(self) -> torch.Tensor:
         """Clips the averaged gradient if asked to; returns its norm before."""
         if self._parallel is not None:
-            norm, grads = self._parallel.grad_norm(), sum(self._parallel.gradients(), [])
-        else:
-            grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
-            norm = global_norm(grads)
+            limit = self.max_grad_norm
+            return self._parallel.grad_norm() if limit is None else self._parallel.clip_grad_norm_(limit)
+        grads = [parameter.grad for parameter in self.net.parameters() if parameter.grad is not None]
+        norm = global_norm(grads)
         if self.max_grad_norm is not None:
             clip_to_norm_(grads, norm, self.max_grad_norm)
         return norm

@@ -267,9 +267,8 @@ class Trainer:
                 a target's, the state is another trainer's, or processes have batches of other shapes or other plans.
         """
         self._check_devices("step", "compile")
-        check_state(state)
+        leaves, structure = check_state(state)
         batch = host_arrays(batch)
-        leaves, structure = jax.tree.flatten(state)
         key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
             if not all(hasattr(leaf, "aval") for leaf in leaves):

@@ -17,13 +17,17 @@ from ..zero.owners import OwnedState
 from .step import TrainState
 
 
-def check_state(state: TrainState) -> None:
-    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that."""
+def check_state(state: TrainState) -> tuple[list[Any], Any]:
+    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that.
+
+    Returns:
+        Its leaves and its structure, as ``jax.tree.flatten``.
+    """
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
         )
-    leaves = jax.tree.leaves(state)
+    leaves, structure = jax.tree.flatten(state)
     kinds = {*map(type, leaves)}
     if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
         raise ValueError("state must be of arrays: call a trainer outside of jax.jit, jax.lax.scan and the like")
@@ -32,6 +36,7 @@ def check_state(state: TrainState) -> None:
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
+    return leaves, structure
 
 
 def with_arrays(state: TrainState) -> TrainState:
