@@ -125,10 +125,12 @@ class Trainer:
         if self._parallel is not None:
             self._parallel.finish_gradient_synchronization(denominator)
             return
-        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch._foreach_div_([parameter.grad for parameter in trained], denominator)
+        grads = []
+        for parameter in self.net.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grads.append(parameter.grad)
+        torch._foreach_div_(grads, denominator)
 
     def _clip(self) -> torch.Tensor:
         """Clips the averaged gradient if asked to; returns its norm before."""

@@ -34,9 +34,12 @@ GPU_SEQUENCES, GPU_STEPS, GPU_QUICK_STEPS = 16, 30, 12  # a batch that fills a G
 DDP_CAP_MB, SMALL_CAP_MB = 25.0, 4.0
 # Float32 Adam: a weight whose gradient is near 0 takes steps of 1e-3 whose sign the rounding decides. Over 12 steps
 # some of 2.2 million weights were seen apart by up to 4e-4; a gradient of the wrong ranks moves them by 1e-2. Adam
-# cannot see a gradient that is only too large: the tolerance of gradient norms does. Random tokens leave most embedding
-# rows gradients of the size of their rounding, which Adam turns into steps of full size: there is no bound on weights.
-TOLERANCE = 1e-3
+# cannot see a gradient that is only too large: the tolerance of gradient norms does.
+LEARNING_RATE, TOLERANCE = 1e-3, 1e-3
+# Random tokens leave most embedding rows gradients of the size of their rounding, which Adam turns into steps of full
+# size. At 1e-3 two runs of one program on an H200, where XLA adds up an embedding's gradients in no fixed order, had
+# norms apart by factors of 3 to 80 within 32 steps; so they take small steps, and there is no bound on their weights.
+RANDOM_LEARNING_RATE = 1e-5
 JAX_SHARE = 0.75  # of a GPU that JAX takes at most, unless XLA_PYTHON_CLIENT_MEM_FRACTION says so
 _CONTEXT_BYTES = int(1.5 * 2**30)  # of a process on a GPU: CUDA's, NCCL's buffers and the libraries' kernels
 Metrics = list[tuple[float, float]]  # loss and gradient norm of every round
@@ -82,7 +85,7 @@ class TrainingSetup:
     tolerance: float | None = None  # of weights, to single-process training; None: losses and norms alone are judged
     must_learn: bool = False  # whether the loss has to fall; random tokens teach nothing
     dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
-    learning_rate: float = 1e-3  # of AdamW, with weight decay 0.01
+    learning_rate: float = LEARNING_RATE  # of AdamW, with weight decay 0.01
     with_baselines: bool = True  # whether each strategy also runs with its communication removed
     probe_bytes: tuple[int, ...] = ()  # of all-reduces that are timed alone, as forward and backward are; and both
 
@@ -190,7 +193,10 @@ def make_setup(
     batch_of = Corpus(context=context).batch if reads_text else partial(_random_tokens, vocab, context)
     batches = tuple(batch_of(step, batch_size) for step in range(num_warmup + num_steps))
     tolerance = TOLERANCE if reads_text and dtype == "f32" else None
-    return TrainingSetup(model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype)
+    return TrainingSetup(
+        model, {}, ranks, batches, num_warmup, tolerance, must_learn=reads_text, dtype=dtype,
+        learning_rate=LEARNING_RATE if reads_text else RANDOM_LEARNING_RATE,
+    )  # fmt: skip
 
 
 def _random_tokens(vocab: int, context: int, step: int, batch_size: int) -> Batch:

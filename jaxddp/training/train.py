@@ -595,6 +595,8 @@ class Trainer:
 
     def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
+        if all(getattr(leaf, "sharding", None) == model.batch_sharding for leaf in jax.tree.leaves(batch)):
+            return batch  # device_put would take as long as all other checks of a step
         if jax.process_count() > 1:
             make = partial(jax.make_array_from_process_local_data, model.batch_sharding)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
