@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
 from jaxddp.table import count_kinds
 
@@ -198,8 +196,10 @@ def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return f'<div class="table"><table><caption>{escape(title)}</caption>{"".join(lines)}</tr></table></div>'
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Any) -> str:
     """A figure as inline SVG, which scales and needs no other file."""
+    from matplotlib import rc_context  # here, because every rank imports this module
+
     title = escape(figure.get_suptitle(), quote=True)
     file = io.StringIO()
     with rc_context({"svg.hashsalt": title}):  # the same names of clips in every run, others in every figure
@@ -208,8 +208,10 @@ def _svg(figure: Figure) -> str:
     return f'<figure role="img" aria-label="{title}">{drawing[drawing.index("<svg") :]}</figure>'
 
 
-def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: float = 3.2) -> tuple[Figure, Any]:
+def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: float = 3.2) -> tuple[Any, Any]:
     """An empty figure of the page's width, and its axes, ``[num_rows][num_columns]``."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, height * num_rows), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(num_rows, num_columns, squeeze=False)

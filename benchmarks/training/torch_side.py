@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchref
@@ -90,6 +88,8 @@ class TorchSide:
         """A peer in the loop that torch's documentation shows; its loss is this rank's."""
         net: Any = module
         if spec.name == "fully_shard":
+            from torch.distributed.fsdp import fully_shard  # takes most of a second
+
             for layer in getattr(module, "layers", ()):
                 fully_shard(layer)
             fully_shard(module)  # in place
@@ -163,5 +163,6 @@ def _in_float32(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.contiguous().numpy() for name, tensor in copies.items()}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: Any) -> torch.Tensor:
+    """All of a DTensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
