@@ -19,6 +19,8 @@ import numpy as np
 from jaxddp.table import count_kinds
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from .benchmark import Benchmark
 
 Row = Mapping[str, Any]
@@ -196,7 +198,7 @@ def _as_html(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return f'<div class="table"><table><caption>{escape(title)}</caption>{"".join(lines)}</tr></table></div>'
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: Figure) -> str:
     """A figure as inline SVG, which scales and needs no other file."""
     from matplotlib import rc_context  # here, because every rank imports this module
 
@@ -208,7 +210,7 @@ def _svg(figure: Any) -> str:
     return f'<figure role="img" aria-label="{title}">{drawing[drawing.index("<svg") :]}</figure>'
 
 
-def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: float = 3.2) -> tuple[Any, Any]:
+def new_figure(title: str, num_rows: int = 1, num_columns: int = 1, *, height: float = 3.2) -> tuple[Figure, Any]:
     """An empty figure of the page's width, and its axes, ``[num_rows][num_columns]``."""
     from matplotlib.figure import Figure
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .communication.sharding import Cut
 
@@ -83,8 +84,7 @@ class Shard(torch.Tensor):
                 found = func(*args)
                 if func == _GRAD or not isinstance(found, torch.Tensor):
                     return found
-            lists = [one if isinstance(one, list | tuple) else (one,) for one in (*args, *kwargs.values())]
-            tensors = [one for some in lists for one in some if isinstance(one, torch.Tensor)]
+            tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
             shard = next(one for one in tensors if isinstance(one, Shard))
             if base.removeprefix("_foreach_") in _ELEMENTWISE:
                 fits = base.startswith("_foreach_") or all(one.shape == shard.shape or not one.ndim for one in tensors)

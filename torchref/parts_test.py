@@ -65,6 +65,7 @@ def uses_of_a_shard():
         "init": lambda: nn.init.normal_(weight),
         "reset": net.module.reset_parameters,
         "norm": lambda: weight.norm(),
+        "index": lambda: torch.ones(4, 4)[(0, [weight])],
         "norm of detached": lambda: weight.detach().norm(),
         "sum of data": lambda: weight.data.sum(),
         "post-accumulate hook": lambda: weight.register_post_accumulate_grad_hook(print),

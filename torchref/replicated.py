@@ -48,7 +48,8 @@ class Replicated(DataParallel):
         for bucket, (total, work) in zip(self.plan.buckets, self._started, strict=True):
             if work is not None and not self.plan.after_backward:
                 work.wait()
-            for name, grad in unpack(bucket, total.div_(denominator)).items():
+            torch._foreach_div_([total], denominator)  # rounds as below, and as shards do: div_ may not on GPUs
+            for name, grad in unpack(bucket, total).items():
                 self._trained[name].grad = grad
         if alone := [self._grad(name) for name in self._trained.keys() - self._planned - self._sharded]:
             torch._foreach_div_(alone, denominator)  # one kernel for many, which on one rank are all

@@ -130,7 +130,7 @@ class Trainer:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grads.append(parameter.grad)
-        torch._foreach_div_(grads, denominator)
+        torch._foreach_div_(grads, denominator)  # one kernel for many
 
     def _clip(self) -> torch.Tensor:
         """Clips the averaged gradient if asked to; returns its norm before."""

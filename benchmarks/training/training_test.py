@@ -45,6 +45,7 @@ def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):
         assert all(len(times) == 4 for times in row["probes_ms"].values()) and len(row["probes_ms"]) == 6
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] and len(row["rounds_ms"]) == 4
         assert row["loss"] < row["first_loss"] and row["max_weight_difference"] < 1e-5
+        assert row["path_difference"] < 1e-4
         differences = np.subtract(row["rounds_ms"], row["baseline_rounds_ms"])
         assert row["exposed_ms"] == pytest.approx(np.median(differences), abs=1e-3)  # of rounds rounded to 1e-4
         is_ours = row["strategy"] in ("naive", "bucketed")
@@ -94,7 +95,7 @@ def test_what_is_wrong_is_marked_and_what_fails_is_a_row():
 
 GOOD = {
     "planned": [("all-reduce", 8)], "compiled": [["all-reduce", 8]], "max_weight_difference": 1e-6,
-    "max_metric_difference": 1e-6, "first_loss": 2.0, "loss": 1.0,
+    "path_difference": 1e-4, "max_metric_difference": 1e-6, "first_loss": 2.0, "loss": 1.0,
 }  # fmt: skip
 
 
@@ -106,6 +107,7 @@ GOOD = {
         ({"planned": None, "compiled": None}, "ok"),
         ({"max_weight_difference": 2e-4}, "WRONG: weights differ by more than 1e-04"),
         ({"max_weight_difference": math.nan}, "WRONG: weights differ by more than 1e-04"),
+        ({"path_difference": 1.0}, "WRONG: weights end elsewhere by more than 50% of the way from the start"),
         ({"max_metric_difference": math.inf}, "WRONG: loss or gradient norm differs by more than 1%"),
         ({"loss": 2.0}, "WRONG: the loss did not fall"),
     ],

@@ -372,8 +372,8 @@ class Trainer:
 
         def make(arrays: dict[str, jax.Array]) -> Any:
             full = {name: places[name].from_global(array) for name, array in arrays.items()}
-            leaves = {name: leaf for name, leaf in named_leaves(held).items()}
-            return like(held, {name: leaf.to_global(full[name]).astype(leaf.dtype) for name, leaf in leaves.items()})
+            leaves = named_leaves(held).items()
+            return like(held, {name: leaf.to_global(full[name]).astype(leaf.dtype) for name, leaf in leaves})
 
         shardings = split(model.shardings.params, self.trainable)[0]
         trained = jax.jit(make, out_shardings=shardings)(named_leaves(trained))
@@ -595,13 +595,14 @@ class Trainer:
 
     def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
-        if all(getattr(leaf, "sharding", None) == model.batch_sharding for leaf in jax.tree.leaves(batch)):
+        by_rank = model.batch_sharding
+        if all(isinstance(leaf, jax.Array) and leaf.sharding == by_rank for leaf in jax.tree.leaves(batch)):
             return batch  # device_put would take as long as all other checks of a step
         if jax.process_count() > 1:
-            make = partial(jax.make_array_from_process_local_data, model.batch_sharding)
+            make = partial(jax.make_array_from_process_local_data, by_rank)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
         try:
-            return jax.device_put(batch, model.batch_sharding)
+            return jax.device_put(batch, by_rank)
         except TypeError as error:  # text and objects
             raise ValueError(f"batch must hold arrays of numbers: {error}") from error
 

@@ -58,7 +58,7 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
 def test_a_step_after_the_first_does_little_in_python():
     """A GPU whose steps are waited for waits for this too."""
     trainer = make(lambda params, batch: sum(map(jnp.sum, params)) * jnp.mean(batch["x"]))
-    state, batch = trainer.init([jnp.ones(3)] * 200), {"x": jnp.ones((4, 2))}
+    state, batch = trainer.init([jnp.ones(3)] * 200), jax.device_put({"x": jnp.ones((4, 2))}, trainer.batch_sharding)
     state, _ = trainer.step(state, batch)
     events = []
     sys.setprofile(lambda frame, event, arg: events.append(event))
@@ -66,8 +66,8 @@ def test_a_step_after_the_first_does_little_in_python():
         trainer.step(state, batch)
     finally:
         sys.setprofile(None)
-    # One is the hash of a leaf's type; with a walk over the leaves for each check there were eight.
-    assert events.count("call") < 2 * 200
+    # Not one for each leaf: a walk over the leaves would be that. Placing the batch again would be as many as all.
+    assert events.count("call") < 200
 
 
 @pytest.mark.parametrize("name, num_functions, num_files", [("bucketed", 75, 13), ("zero1", 90, 14), ("zero3", 80, 12)])
