@@ -38,7 +38,7 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 96
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
 .table { overflow-x: auto; } table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .2rem .5rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }
+th, td { font-size: 13px; padding: .2rem .4rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884; }
 .number { text-align: right; font-variant-numeric: tabular-nums; } th small { font-weight: normal; }
 tr.bad td { background: #d0302026; font-weight: 600; }
 dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; overflow-wrap: anywhere; }
