@@ -83,7 +83,7 @@ class TrainingSetup:
     ranks: Ranks
     batches: tuple[Batch, ...]  # global ones, one for each round; warm-up rounds come first and are not timed
     num_warmup: int = 2
-    tolerance: float | None = None  # of weights, to single-process training; None: losses and norms alone are judged
+    tolerance: float | None = None  # of any weight, to single-process training; None: of no single one
     must_learn: bool = False  # whether the loss has to fall; random tokens teach nothing
     dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
     learning_rate: float = LEARNING_RATE  # of AdamW, with weight decay 0.01

@@ -25,6 +25,7 @@ def test_the_main_job_is_small_and_strategies_have_peers():
     assert setup.must_learn
     of_random = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup[0]
     assert of_random.tolerance is None and not of_random.must_learn and of_random.global_batch == 8
+    assert of_random.learning_rate < setup.learning_rate
     assert [spec.name for spec in setup.strategies["jaxddp"]] == OURS
     (case,) = strategies.strategies_cases(options(ranks=2))
     setup, frameworks = case.setup

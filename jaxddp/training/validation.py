@@ -18,11 +18,7 @@ from .step import TrainState
 
 
 def check_state(state: TrainState) -> tuple[list[Any], Any]:
-    """Refuses what is no state, and one that was donated to an earlier step: JAX 0.10 aborts when it runs on that.
-
-    Returns:
-        Its leaves and its structure, as ``jax.tree.flatten``.
-    """
+    """Flattens a state, and refuses what is none, and one that was donated: JAX 0.10 aborts when it runs on that."""
     if not isinstance(state, TrainState):
         raise ValueError(
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
