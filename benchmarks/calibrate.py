@@ -2,7 +2,7 @@
 
 A row is a model, an arithmetic and a strategy. Its step is compiled for the target and simulated, in a process without
 GPUs; then it runs on the ranks, ten steps in a row a time, since a step alone waits for Python; then three steps are
-profiled, in processes of their own, since stopping JAX's profiler may crash them (jax#40260).
+profiled. Stopping JAX's profiler may crash a process (jax#40260): then the steps are timed anew, and not profiled.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, inspect, transformer_training
-from jaxddp.instruments.memory import DeviceBytes, step_memory
+from jaxddp.instruments.memory import step_memory
 from jaxddp.instruments.trace import PRODUCTS, read_trace
 from jaxddp.models import SIZES, build
 from jaxddp.planning.chips import CHIPS
@@ -92,10 +92,10 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     say(f"{case.name}: compiling for {setup.target}")
     row = Ranks(1, "simulated").run(predict, setup, in_jax=True, say=say)
     say(f"{case.name}: {setup.num_rounds} rounds of {STEPS_IN_A_ROW} steps on {setup.ranks.num} ranks")
-    row |= setup.ranks.run(time_steps, setup, in_jax=True, say=say)
     try:
-        row |= setup.ranks.run(profile_steps, setup, in_jax=True, say=say)
+        row |= setup.ranks.run(take_steps, setup, True, in_jax=True, say=say)
     except (RankError, ValueError) as error:
+        row |= setup.ranks.run(take_steps, setup, False, in_jax=True, say=say)
         row["notes"] = [f"{case.name} was not profiled: {first_line(error)}"]
     chip = targets.target(setup.target).chip
     if row["device"] in chip.device_kinds:
@@ -128,13 +128,14 @@ def predict(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(ranks: Ranks, setup: CalibrationSetup) -> tuple[Callable[[int], float], DeviceBytes]:
-    """Gives what takes steps in a row, and then the last one's loss; and the memory of its program."""
+def take_steps(ranks: Ranks, setup: CalibrationSetup, is_profiled: bool) -> dict[str, Any]:
+    """Times steps of the slowest rank, reads the memory of the program and of the allocator; runs on each rank."""
     mesh, made = mesh_of(ranks), setup.training()
     trainer = jaxddp.Trainer(made.loss_fn, made.optimizer, jaxddp.make_strategy(setup.strategy), mesh, **made.options)
     tokens = np.random.default_rng(0).integers(SIZES[setup.model].vocab, size=made.batch["tokens"].shape)
     batch = {"tokens": tokens.astype(np.int32), "targets": np.roll(tokens, -1, 1).astype(np.int32)}
     batch, state = place(jaxddp.local_rows(batch), mesh), trainer.init(build(setup.model)[1])
+    memory = step_memory(trainer.compile(state, batch), state)
 
     def take(count: int) -> float:
         nonlocal state
@@ -143,14 +144,7 @@ def start(ranks: Ranks, setup: CalibrationSetup) -> tuple[Callable[[int], float]
         jax.block_until_ready((state, metrics))
         return float(metrics["loss"])
 
-    memory = step_memory(trainer.compile(state, batch), state)
-    take(WARMUP)
-    return take, memory
-
-
-def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
-    """Times steps of the slowest rank, and reads the memory of the program and of the allocator; runs on each rank."""
-    (take, memory), seconds, loss = start(ranks, setup), [], 0.0
+    loss, seconds = take(WARMUP), []
     for _ in range(setup.num_rounds):
         dist.barrier()
         loss, elapsed_s = stopwatch(take, STEPS_IN_A_ROW)
@@ -160,12 +154,12 @@ def time_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
     return about(ranks, "jaxddp") | summarize(slowest(seconds))._asdict() | {
         "loss": loss, "state_bytes": memory.parameters + memory.optimizer_state,
         "temporary_bytes": memory.temporaries, "peak_bytes": allocated.get("peak_bytes_in_use"),
-    }  # fmt: skip
+    } | (profile(take) if is_profiled else {})  # fmt: skip
 
 
-def profile_steps(ranks: Ranks, setup: CalibrationSetup) -> dict[str, Any]:
+def profile(take: Callable[[int], float]) -> dict[str, Any]:
     """Kernels of a step on the first rank, what share of them is products, and exposed time; runs on each rank."""
-    (take, _), options = start(ranks, setup), jax.profiler.ProfileOptions()
+    options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
