@@ -180,17 +180,9 @@ class Programs:
         """Leaves out collectives along axes of one device, which XLA drops."""
         return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
-    def step_function(self, state: TrainState, batch: Any, plan: BucketPlan | None = None) -> StepFunction:
-        """Gives the step before it is compiled, with the given plan or its own.
-
-        It is ``(function, args, options)``, for ``jax.jit(function, **options).lower(*args)``.
-        """
-        backward = self.trace(state, batch)
-        plan = self.plan(state, batch) if plan is None else plan
-        constants = {tensor.name for tensor in backward.constants.values()}
-        if plan.buckets and (unsent := sorted({*plan.constants} - constants)):  # without buckets, nothing is sent
-            raise ValueError(f"plan takes the gradient of {unsent[0]!r} as constant, and it is not: plan this step")
-        step = partial(steps.train_step, self.run, backward, plan)
+    def step_function(self, state: TrainState, batch: Any) -> StepFunction:
+        """Gives the step before it is compiled: for ``jax.jit(function, **options).lower(*args)``."""
+        step = partial(steps.train_step, self.run, self.trace(state, batch), self.plan(state, batch))
         if jax.tree.leaves(state.model_state):
             step = partial(step_with_state, step, self.layout.ranks, self.run.state_sync)
         return self._over_mesh(partial(steps.guarded_step, step, self.run.nonfinite), state, batch, is_step=True)

@@ -330,15 +330,6 @@ def test_momentum_and_norms_below_the_limit_are_those_of_one_device(x64, strateg
     assert_near(trainer.params(state), on_one_device(linear_loss, params, [batch] * 3, optimizer))
 
 
-def test_a_plan_of_another_loss_is_refused_where_it_would_send_less():
-    with_bias, without = make(), make(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
-    state, batch = without.init(linear_params()), regression_batch()
-    assert without.plan(state, batch).constants == ("b",)
-    found = refusal(with_bias.programs(state).step_function, state, batch, without.plan(state, batch))
-    assert "plan takes the gradient of 'b' as constant" in found
-    without.programs(state).step_function(state, batch, with_bias.plan(state, batch))
-
-
 def test_jits_own_step_trains_as_the_strategies_do_with_collectives_of_the_compilers_choice():
     loss_fn, params = build("toy")
     trainer, batch = make(loss_fn, jaxddp.flat()), regression_batch(8)
