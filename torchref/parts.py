@@ -22,8 +22,8 @@ _LOOKS = {"__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"
 _SAME_ON_A_PART = set(
     """dim ndimension size numel nelement element_size is_floating_point is_complex stride is_contiguous storage_offset
     data_ptr untyped_storage get_device is_inference is_pinned _has_compatible_shallow_copy_type zeros_like ones_like
-    empty_like new_empty new_zeros type requires_grad_ __get__ __set__ __delete__ __repr__ __hash__ detach clone
-    contiguous to cpu cuda float double half bfloat16 isfinite isnan""".split()
+    full_like empty_like new_empty new_zeros type requires_grad_ __get__ __set__ __delete__ __repr__ __hash__ detach
+    clone contiguous to cpu cuda float double half bfloat16 isfinite isnan""".split()
 )
 _ELEMENTWISE = set(
     """add sub mul div lerp addcmul addcdiv sqrt neg abs pow clamp maximum copy rsub true_divide subtract multiply fill

@@ -269,7 +269,68 @@ def change_after_wrapping(name):
         assert refused(one_pass, f"parameter '{parameter}", "after wrapping: wrap the module anew")
 
 
-@pytest.mark.parametrize("check", [drop_passes, finish, clear_the_module, passes_beside, clip, change_after_wrapping])
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.token = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.eye(4) / 2)
+
+    def forward(self, x, uses):
+        hidden = self.first(x).tanh()
+        return self.last(hidden @ self.token if uses else hidden)
+
+
+def use_in_turn(name):
+    """A parameter that one rank alone uses, in turn, in steps of the trainer and in a pass that is dropped."""
+    alone = Gated()
+    plain, options = torch.optim.SGD(alone.parameters(), lr=0.1), {} if name == "flat" else {"bucket_mb": 1e-5}
+    net, tx = make_training(name, Gated(), torch.optim.SGD, options, lr=0.1)
+    trainer = torchref.Trainer(lambda net, x: net(x, (i + dist.get_rank()) % 2).square().mean(), tx, net)
+    for i in range(4):
+        if i == 2:
+            net(rows(0), dist.get_rank()).square().mean().backward()
+            net.zero_grad()
+        trainer.step(rows(dist.get_rank(), i))
+        plain.zero_grad()
+        sum(alone(rows(rank, i), (i + rank) % 2).square().mean() / 2 for rank in range(2)).backward()
+        plain.step()
+    check_weights(net, dict(alone.named_parameters()))
+
+
+def lay_out_otherwise(name):
+    """A fused optimizer takes gradients in the order of the weights in memory."""
+    ours, alone = (nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last) for _ in range(2))
+    shard_types = {"shard_types": (nn.Conv2d,)} if name == "zero3" else {}
+    net, tx = make_training(name, ours, torch.optim.AdamW, shard_types, lr=0.1, fused=True)
+    alone.load_state_dict(net.gather_full_params())  # those of rank 0
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.1, fused=True)
+    for module, take in ((net, tx.step), (alone, plain.step)):
+        module(torch.arange(27.0).cos().reshape(1, 3, 3, 3)).square().mean().backward()
+        getattr(module, "finish_gradient_synchronization", int)()
+        take()
+    check_weights(net, dict(alone.named_parameters()))
+
+
+def refuse_what_would_be_lost(name):
+    """Weights that a forward changes, two in one memory, and what belongs to whole parameters that become shards."""
+    assert refused(lambda: wrap(name, nn.Embedding(3, 4, max_norm=1.0)), "changes rows of its weight")
+    tied, begun = model(), model()
+    tied.append(nn.Linear(3, 4))[-1].weight.data = tied[0].weight.data
+    assert bool(refused(lambda: wrap(name, tied), "params must not share memory")) == name.startswith("zero")
+    loss(begun, rows(0)).backward()
+    assert bool(refused(lambda: wrap(name, begun), "zero_grad() before wrapping")) == (name == "zero3")
+    if name == "zero3":
+        tx = torch.optim.SGD(begun.parameters(), lr=0.1, momentum=0.9)
+        tx.step()
+        tx.zero_grad()
+        finished_pass(net := wrap(name, begun), rows(0))
+        assert refused(tx.step, "must be of its shard") and not net._has_begun
+
+
+CHECKS = (drop_passes, finish, clear_the_module, passes_beside, clip, change_after_wrapping, use_in_turn)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, lay_out_otherwise, refuse_what_would_be_lost])
 @wrappers
 def test_it_is_right_or_refused(ranks, name, check):
     ranks.run(check, name, num_ranks=2)

@@ -18,7 +18,7 @@ from .strategy import DataParallel
 
 
 class Replicated(DataParallel):
-    """Averages gradients on every rank; afterwards each is a view of its bucket's buffer."""
+    """Averages gradients on every rank; afterwards each is a view of its bucket's buffer, if it is contiguous."""
 
     def __init__(self, module: nn.Module, *, hook: Hook | None = None, **options: Any) -> None:
         """Wraps a module; ``hook`` sums buckets, see ``communication/hooks.py``. Options as ``DataParallel``."""
@@ -50,7 +50,9 @@ class Replicated(DataParallel):
                 work.wait()
             torch._foreach_div_([total], denominator)  # rounds as below, and as shards do: div_ may not on GPUs
             for name, grad in unpack(bucket, total).items():
-                self._trained[name].grad = grad
+                one = self._trained[name]
+                # Fused optimizers take a gradient's elements in the order of the parameter's in memory.
+                one.grad = grad if grad.stride() == one.stride() else torch.empty_like(one).copy_(grad)
         if alone := [self._grad(name) for name in self._trained.keys() - self._planned - self._sharded]:
             torch._foreach_div_(alone, denominator)  # one kernel for many, which on one rank are all
         self._started = []

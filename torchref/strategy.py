@@ -102,7 +102,7 @@ class DataParallel(nn.Module, abc.ABC):
                 broadcast(tensor, root=0, group=process_group)
         # Whether gradients are not whole before finish_gradient_synchronization: on one rank most are.
         self._must_finish = self.num_ranks > 1 or self.owns_optimizer or bool(self._sharded)
-        self._is_finished = False  # synchronised, and no forward since
+        self._is_finished = self._is_in_step = False  # synchronised, and no forward since
         self._expect_gradients()
         self._add_hooks()
         self._wrapped = self._held()
@@ -172,6 +172,8 @@ class DataParallel(nn.Module, abc.ABC):
 
     def discard_pass(self) -> None:
         """As ``on_train_batch_start``, whatever has happened to the parameters since."""
+        if self._ready:  # another rank may have used what this one has not, and sent it
+            self._start(full_only=False)
         for name in self._sent:
             self._trained[name].grad = None
         self.drop_reductions()
@@ -206,16 +208,22 @@ class DataParallel(nn.Module, abc.ABC):
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
                 " or zero_grad() before gradients of your own"
             )
-        spans_job = self.num_ranks == dist.get_world_size()
-        if spans_job:
-            begin_step()
-        self._start(full_only=False)
+        self.start_reductions()
         self.finish_reductions(self.num_ranks if denominator is None else denominator)
         self._broadcast_buffers()
         self._expect_gradients()
         self._is_finished = True
-        if spans_job:
-            end_step()
+
+    def start_reductions(self) -> None:
+        """Starts the reductions that the backward has not, of parameters that this rank did not use.
+
+        ``finish_gradient_synchronization`` does. Call it first where another collective, as of the loss, comes before
+        that: ranks that used other parameters would start theirs in another order, and one would be mixed with another.
+        """
+        if not self._is_in_step and self.num_ranks == dist.get_world_size():
+            self._is_in_step = True
+            begin_step()
+        self._start(full_only=False)
 
     def grad_norm(self) -> torch.Tensor:
         """The global norm of the gradients; call it on every rank, after the synchronisation."""
@@ -232,11 +240,14 @@ class DataParallel(nn.Module, abc.ABC):
         """Copies all parameters in full, by name, a shared one under each of its names; call it on every rank."""
         named: Any = self.module.named_parameters(remove_duplicate=False)
         return {
-            name: gather_whole(one, one.cut, self.process_group) if isinstance(one, Shard) else one.detach().clone()
+            name: gather_whole(one, one.cut, self.process_group) if hasattr(one, "cut") else one.detach().clone()
             for name, one in named
         }
 
     def _expect_gradients(self) -> None:
+        if self._is_in_step:
+            end_step()
+        self._is_in_step = False  # as the watchdog sees it
         self._has_begun = False  # a backward that is not synchronised yet
         self._ready: set[str] = set()
         self._sent: dict[str, tuple[torch.Tensor, int]] = {}  # gradients as they were reduced, and their versions
@@ -375,6 +386,9 @@ def register(name: str) -> Callable[[type], type]:
 
 def check_module(module: nn.Module) -> None:
     """Refuses a module of which another wrapper reduces or shards a parameter, by a ValueError."""
+    for path, one in module.named_modules():
+        if getattr(one, "max_norm", None) is not None:
+            raise ValueError(f"module {path!r} (={one}) changes rows of its weight where a rank looks them up")
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
     for name, parameter in module.named_parameters():
         if parameter.is_meta:

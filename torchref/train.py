@@ -118,6 +118,7 @@ class Trainer:
         sums = torch.cat([torch.stack([total, found]), total.new_zeros(self.num_ranks)])
         if self._parallel is not None and self.num_ranks > 1:
             sums[2 + dist.get_rank(self._parallel.process_group)] = _num_rows(batch)
+            self._parallel.start_reductions()  # in one order on all ranks
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
         return sums[0], sums[1] if weights else None, sums[2:]
 

@@ -30,7 +30,6 @@ COLLECTIVE_KINDS = (
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 _TRANSFERS = ("send", "recv")
-_MOST_DEVICES = 2**20
 
 
 @dataclass(unsafe_hash=True)
@@ -237,8 +236,6 @@ def _group(collective: Instruction) -> tuple[int, ...]:
                 f"collective {collective.name}: group not understood, all devices are assumed"
             )
         return tuple(range(collective.module.num_devices))
-    if math.prod(sizes) > _MOST_DEVICES:  # of a damaged text, which may name more than fit into memory
-        raise HLOError(f"replica_groups (={sizes}) must name at most {_MOST_DEVICES:,} devices")
     return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
 

@@ -4,6 +4,7 @@ A rank's optimizer updates its part of each parameter. The result is that of the
 element depends only on the element's own gradient and state, and on numbers that are equal on all ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """Lists the parameter groups of what torch's optimizers take; a TypeError if parameters are in a set."""
-    given = _listed(params)
+    if not (given := _listed(params)):
+        raise ValueError("params must list a parameter: a generator is used up when it was read once")
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return [{**group, "params": _listed(group["params"])} for group in groups]
 
@@ -41,7 +43,16 @@ def _listed(params: Any) -> list[Any]:
     if isinstance(params, (set, frozenset)):
         raise TypeError(f"params (={type(params).__name__}) must be a list: ranks must share one order")
     listed = [params] if isinstance(params, torch.Tensor) else list(params)  # tied ones come under each name
-    return list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
+    found = list({id(one[1] if isinstance(one, tuple) else one): one for one in listed}.values())
+    check_memory([one[1] if isinstance(one, tuple) else one for one in found])
+    return found
+
+
+def check_memory(params: Iterable[Any]) -> None:
+    """Refuses two parameters in one memory, tied by their data: of what two shards update, one would be lost."""
+    places = Counter(one.data_ptr() for one in params if isinstance(one, torch.Tensor) and one.numel())
+    if any(place and count > 1 for place, count in places.items()):
+        raise ValueError("params must not share memory: tie modules by one parameter, as in head.weight = table.weight")
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

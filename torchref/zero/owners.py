@@ -91,8 +91,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.local.step()
-        trained = {one: owner for one, owner in self.owner.items() if one.requires_grad and self.num_ranks > 1}
-        works: list[Any] = [broadcast(one, owner, self.process_group, async_op=True) for one, owner in trained.items()]
+        # One that was frozen is updated all the same while it has a gradient.
+        updated = {one: owner for one, owner in self.owner.items() if one.requires_grad or one.grad is not None}
+        works: list[Any] = [
+            broadcast(one, owner, self.process_group, async_op=True)
+            for one, owner in updated.items()
+            if self.num_ranks > 1
+        ]
         for work in works:
             work.wait()
         return loss
@@ -100,6 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, marked with its rank; every rank must save its own."""
         copy_options(self, self.local)
+        for parameter in [one for one, held in self.state.items() if not held]:  # made by a look at another rank's
+            del self.state[parameter]
         return self.local.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -100,6 +100,8 @@ def saved_and_loaded():
     for module, optimizer in zip(modules, optimizers, strict=True):
         take_steps(module, optimizer, 2)
     assert same_weights(*modules) and len(optimizers[0].state) == len(optimizers[1].state)
+    assert {len(optimizers[0].state[one]) for one in modules[0].parameters()} == {0, 3}  # of others, and of its own
+    assert optimizers[0].state_dict().keys() == saved.keys()
     assert (saved["rank"], saved["num_ranks"]) == (dist.get_rank(), dist.get_world_size())
     return saved
 
@@ -114,8 +116,20 @@ def loading_anothers(saved):
         optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters()).state_dict())
 
 
+def frozen_with_a_gradient():
+    ours, theirs = mlp(), mlp()
+    for module, make in ((ours, torchref.ShardedOptimizer), (theirs, lambda params, cls, **kw: cls(params, **kw))):
+        optimizer = make(module.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        take_steps(module, optimizer, 1)
+        module[0].requires_grad_(False)
+        optimizer.step()
+    assert same_weights(ours, theirs)
+
+
 def in_two_groups():
     module = mlp()
+    with pytest.raises(ValueError, match="params must list a parameter: a generator is used up"):
+        torchref.ShardedOptimizer(iter(()), torch.optim.SGD, lr=0.1)
     groups = [{"params": module.parameters()}, {"params": [module[0].bias]}]
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         torchref.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
@@ -129,7 +143,7 @@ def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
     ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("check", [not_element_wise, scaled])
+@pytest.mark.parametrize("check", [not_element_wise, scaled, frozen_with_a_gradient])
 def test_an_optimizer_that_is_not_element_wise_and_a_scaler(ranks, check):
     ranks.run(check, num_ranks=2)
 

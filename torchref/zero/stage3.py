@@ -33,7 +33,7 @@ from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gra
 from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
 from .gather import Unit
-from .optimizers import check_elementwise
+from .optimizers import check_elementwise, check_memory
 
 
 @register("zero3")
@@ -83,8 +83,8 @@ class FSDP(Replicated):
         super().__init__(module, **options)
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
-        """Buckets of the replicated parameters."""
-        return plan_buckets(tensors, self._bucket_mb)
+        """Buckets of the replicated parameters, after the backward: between units, ranks' orders could differ."""
+        return plan_buckets(tensors, self._bucket_mb, after_backward=True)
 
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """The parameters of all units are shards, in the module as well; a shared one under each of its names."""
@@ -173,6 +173,12 @@ class FSDP(Replicated):
         if mine := self._in_optimizer(optimizer):
             check_elementwise(optimizer)
         for shard in mine:
+            for one in optimizer.state.get(shard, {}).values():
+                if getattr(one, "ndim", 0) and one.shape != shard.shape:
+                    raise ValueError(
+                        f"the optimizer's state of {shard.full_name!r} (={[*one.shape]}) must be of its shard"
+                        f" (={[*shard.shape]}): make an optimizer that has state after wrapping"
+                    )
             shard.__class__ = nn.Parameter
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -191,6 +197,7 @@ def _direct(module: nn.Module) -> dict[str, nn.Parameter]:
 def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
     """The modules to shard."""
     direct = {one: _direct(one) for one in module.modules()}
+    check_memory(module.parameters())
     # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
     units = {
         one
@@ -212,8 +219,10 @@ def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> 
                 fault = f"is shared with a {other}, which is not sharded: add its type to shard_types"
             elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 fault = "has hooks, which its shard would lose: change gradients after finish_gradient_synchronization"
-            elif isinstance(one, nn.RNNBase) or getattr(one, "max_norm", None) is not None:
-                fault = f"cannot be sharded: {one} keeps or changes its weights itself"
+            elif isinstance(one, nn.RNNBase):
+                fault = f"cannot be sharded: {one} keeps its weights itself"
+            elif parameter.grad is not None:
+                fault = "has a gradient, which its shard would lose: zero_grad() before wrapping"
             if fault:
                 raise ValueError(f"parameter {f'{path}.{name}'.lstrip('.')!r} {fault}")
     return units
