@@ -92,9 +92,9 @@ def test_in_pmap(problem):
     assert_near(copies, jax.tree.map(lambda leaf: np.broadcast_to(leaf, (NUM_RANKS, *leaf.shape)), theirs), atol=1e-13)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_leaves_smaller_than_the_ranks_empty_scalar_and_unused(check_vma):
-    mesh, optimizer = jaxddp.data_mesh(NUM_RANKS), optax.adam(0.1)
+@pytest.mark.parametrize(("check_vma", "num_ranks"), [(True, NUM_RANKS), (False, NUM_RANKS), (True, 1)])
+def test_leaves_smaller_than_the_ranks_empty_scalar_and_unused(check_vma, num_ranks):
+    mesh, optimizer = jaxddp.data_mesh(num_ranks), optax.adam(0.1)
     # The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
     empty = {} if jax.__version__.startswith("0.11.") else {"empty": jnp.zeros((0, 3))}
     params = {"scalar": jnp.float32(1), "two": jnp.ones(2), "nine": jnp.ones((3, 3)), "unused": jnp.ones(5), **empty}
@@ -108,7 +108,7 @@ def test_leaves_smaller_than_the_ranks_empty_scalar_and_unused(check_vma):
         updates, _ = sharded.update(grads, sharded.init(params), params)
         return updates
 
-    x = np.arange(4, dtype=np.float32)
+    x = np.arange(1, 1 + num_ranks, dtype=np.float32)
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
     ours = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))(params, x)
     grads = jax.tree.map(lambda leaf: leaf * x.mean(), params) | {"unused": jnp.zeros(5)}

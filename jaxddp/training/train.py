@@ -389,7 +389,7 @@ class Trainer:
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
         owners = layout.owners
         if owners is not None:
-            inner = owners.on_host(inner, np.asarray)
+            inner = self.opt_state(state)
         states = jax.tree.leaves(inner, is_leaf=lambda one: isinstance(one, EmaState))
         found = [one.ema for one in states if isinstance(one, EmaState)]
         if len(found) != 1:
