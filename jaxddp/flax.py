@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.core import unfreeze
 
 from .arguments import check_flag, check_function, check_kind
 
@@ -82,10 +83,11 @@ def from_linen(
     check_kind("variables", variables, Mapping, "a mapping of collections, as module.init gives it")
     check_function("loss", loss)
     check_flag(has_aux=has_aux)
-    if not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):
+    if isinstance(rngs, str) or not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):
         raise ValueError(f"rngs (={rngs!r}) must be names of random streams")
     if "params" not in variables:
         raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
+    variables = unfreeze(variables)  # of a FrozenDict too: modules return dictionaries
     others = {name: collection for name, collection in variables.items() if name != "params"}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:

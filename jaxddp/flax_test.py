@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 
 import jaxddp
 from jaxddp.comparison_test import refusal, trained
@@ -55,7 +56,7 @@ def of_linen(rate, loss=linen_loss):
     module = LinenNet(rate)
     variables = module.init(jax.random.key(0), jnp.ones((2, WIDTH)), False)
     # Its statistics begin in float32, whatever its dtypes are.
-    return from_linen(module, jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables), loss)
+    return from_linen(module, freeze(jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables)), loss)
 
 
 both = pytest.mark.parametrize("make", [of_nnx, of_linen])

@@ -190,7 +190,8 @@ class DataParallel(nn.Module, abc.ABC):
             denominator: Divides the sums over ranks, a number or a scalar tensor; the number of ranks when None.
 
         Raises:
-            ValueError: If a parameter or a buffer was changed after wrapping, or the denominator is not positive.
+            ValueError: If a parameter or a buffer was changed after wrapping, or a denominator that is no tensor is not
+                positive.
             RuntimeError: If no pass has followed the last synchronisation, or a gradient was changed while reduced.
         """
         if denominator is not None and not isinstance(denominator, torch.Tensor):
@@ -206,7 +207,7 @@ class DataParallel(nn.Module, abc.ABC):
         if self._is_finished and not self._has_begun:
             raise RuntimeError(
                 "finish_gradient_synchronization was called again without a backward: call it once after the backward,"
-                " or zero_grad() before gradients of your own"
+                " or zero_grad() of the wrapper before gradients of your own, or none"
             )
         self.start_reductions()
         self.finish_reductions(self.num_ranks if denominator is None else denominator)
