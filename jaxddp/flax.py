@@ -87,7 +87,7 @@ def from_linen(
         raise ValueError(f"rngs (={rngs!r}) must be names of random streams")
     if "params" not in variables:
         raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
-    variables = unfreeze(variables)  # of a FrozenDict too: modules return dictionaries
+    variables = unfreeze(dict(variables))  # of a FrozenDict too: modules return dictionaries
     others = {name: collection for name, collection in variables.items() if name != "params"}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
