@@ -92,7 +92,9 @@ class Network:
         return max(levels) if kind in _DIRECT else sum(levels)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
-        """Seconds of one collective that has the network to itself; 0 for a group of one."""
+        """Seconds of one collective that has the network to itself, of ``KINDS``; 0 for a group of one."""
+        if kind not in KINDS:
+            raise ValueError(f"kind (={kind!r}) must be one of {', '.join(KINDS)}")
         if len(group) < 2:
             return 0.0
         curves, local = self._curves(kind), max(self._by_host(group))

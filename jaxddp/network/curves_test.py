@@ -110,6 +110,7 @@ def test_a_measured_fabric_has_its_table_and_grows_with_its_hosts():
 
 
 def test_what_was_not_measured_is_refused():
+    assert "must be one of all-reduce" in refusal(measured("h100:8").seconds, "all_reduce", 2**20, range(8))
     found = refusal(measured, "h100:2x4", fabric="a3mega")
     assert found.startswith("fabric (='a3mega') must be one that was measured with 'h100:2x4'")
     assert refusal(measured, "v5p:8").startswith("chip (='v5p') must be one whose collectives were measured: b200")

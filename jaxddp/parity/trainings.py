@@ -21,7 +21,7 @@ from ..checkpoint.host_state import is_key, to_host
 from ..checkpoint.interop import to_numpy, torch_names
 from ..layout import cut_leaves, whole
 from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
-from ..mesh import data_mesh
+from ..mesh import data_mesh, no_mesh
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.train import Trainer, TrainState
@@ -107,7 +107,7 @@ def check(
     check_function("loss_fn", loss_fn)
     check_atol(atol)
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
-    with wide_enough(dtype):
+    with wide_enough(dtype), no_mesh():
         task = Task(loss_fn, optimizer, params, model_state, batches, dtype, options)
         expected = on_one_device(task)
         results = under_strategies(task, strategies, num_ranks, expected, atol)

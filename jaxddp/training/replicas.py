@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from ..mesh import no_mesh
 from ..processes.replicas import ReplicaError
 from ..tree import named_leaves
 from .step import TrainState
@@ -46,7 +47,8 @@ def compare_replicas(state: TrainState, mesh: Mesh) -> None:
 
 def _all_checksums(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
     """Gives ``[num_ranks, num_leaves]``, uint32; processes exchange theirs."""
-    found = [{shard.device: _checksum(shard.data) for shard in leaf.addressable_shards} for leaf in leaves]
+    with no_mesh():  # each shard is on one device
+        found = [{shard.device: _checksum(shard.data) for shard in leaf.addressable_shards} for leaf in leaves]
     sums = np.array([[of_leaf.get(device, 0) for of_leaf in found] for device in mesh.devices.flat], np.uint32)
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         sums = multihost_utils.process_allgather(sums).sum(0, dtype=np.uint32)  # a device is of one process
