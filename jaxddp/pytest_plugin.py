@@ -89,7 +89,10 @@ def check_collectives(
     """
     __tracebackhide__ = True
     from .instruments.collectives import collectives, in_bytes
+    from .network import KINDS
 
+    if unknown := {*not_in_loops} - {*KINDS}:
+        raise ValueError(f"not_in_loops (={not_in_loops!r}) must list kinds such as all-reduce, not {min(unknown)!r}")
     found = collectives(program, *args, target=target)
     if expected is not None:
         sources = {(one.kind, one.num_bytes): one for one in found.found}

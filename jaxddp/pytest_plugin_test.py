@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from jaxddp.comparison_test import refusal
+
 PROGRAM = """
 import jax
 import jax.numpy as jnp
@@ -84,3 +86,4 @@ def test_installed_packages_offer_the_plugin():
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     module = importlib.import_module(project["entry-points"]["pytest11"]["jaxddp"])
     assert module.assert_collectives and module.assert_collectives_match
+    assert "not 'all_gather'" in refusal(module.check_collectives, None, not_in_loops=["all_gather"])

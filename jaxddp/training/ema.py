@@ -49,4 +49,4 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
         new = optax.apply_updates(params, updates)
         return updates, EmaState(optax.incremental_update(new, state.ema, 1 - decay))
 
-    return optax.GradientTransformationExtraArgs(lambda params: EmaState(jax.tree.map(jnp.asarray, params)), update)
+    return optax.GradientTransformationExtraArgs(lambda params: EmaState(jax.tree.map(jnp.array, params)), update)

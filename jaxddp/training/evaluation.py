@@ -145,4 +145,4 @@ def _result(part: Any) -> Any:
         return np.concatenate(part.values)
     total = part[0]
     total = (total.high << 16) + total.low if isinstance(total, Halves) else total
-    return total[()] if isinstance(part, Sum) else total / part.weight
+    return total[()] if isinstance(part, Sum) else total / (part.weight or 1)
