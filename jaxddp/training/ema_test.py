@@ -36,9 +36,9 @@ def adam_with_average(decay=DECAY):
 
 
 def trainer_of(strategy, num_ranks=4, optimizer=None, **options):
-    optimizer = optimizer or adam_with_average()
-    options = {"trainable": lambda name: name != "scale"} | options
-    return jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh(num_ranks), **options)
+    optimizer, options = optimizer or adam_with_average(), {"trainable": lambda name: name != "scale"} | options
+    mesh = jax.make_mesh((num_ranks,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, **options)
 
 
 def average(params, batch, count, compute_dtype):

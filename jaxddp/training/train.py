@@ -376,7 +376,12 @@ class Trainer:
             return like(held, {name: leaf.to_global(full[name]).astype(leaf.dtype) for name, leaf in leaves})
 
         shardings = split(model.shardings.params, self.trainable)[0]
-        trained = jax.jit(make, out_shardings=shardings)(named_leaves(trained))
+        whole_here = NamedSharding(self.mesh, P())  # padding cannot be taken off where axes are explicit
+        arrays = {
+            name: jax.device_put(array, whole_here) if places[name].is_padded else array
+            for name, array in named_leaves(trained).items()
+        }
+        trained = jax.jit(make, out_shardings=shardings)(arrays)
         return state._replace(params=merge(trained, frozen))
 
     def averaged(self, state: TrainState) -> TrainState:
