@@ -39,7 +39,7 @@ class Replicated(DataParallel):
         flat = pack(bucket, {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors})
         found = self._hook(flat.detach(), self.process_group)
         total, work = (found, None) if isinstance(found, torch.Tensor) else found
-        if work is not None and self.plan.after_backward:  # naive and flat wait for each call
+        if work is not None and self.plan.after_backward:  # naive, flat and FSDP wait for each call
             work.wait()
         self._started.append((total, work))
 

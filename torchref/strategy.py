@@ -388,7 +388,7 @@ def register(name: str) -> Callable[[type], type]:
 def check_module(module: nn.Module) -> None:
     """Refuses a module of which another wrapper reduces or shards a parameter, by a ValueError."""
     for path, one in module.named_modules():
-        if getattr(one, "max_norm", None) is not None:
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
             raise ValueError(f"module {path!r} (={one}) changes rows of its weight where a rank looks them up")
     owners = {id(p): type(other).__name__ for other in _live for p in other._trained.values()}
     for name, parameter in module.named_parameters():

@@ -35,7 +35,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """Lists the parameter groups of what torch's optimizers take; a TypeError if parameters are in a set."""
     if not (given := _listed(params)):
         raise ValueError("params must list a parameter: a generator is used up when it was read once")
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
     return [{**group, "params": _listed(group["params"])} for group in groups]
 
 

@@ -92,12 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.local.step()
         # One that was frozen is updated all the same while it has a gradient.
-        updated = {one: owner for one, owner in self.owner.items() if one.requires_grad or one.grad is not None}
-        works: list[Any] = [
-            broadcast(one, owner, self.process_group, async_op=True)
-            for one, owner in updated.items()
-            if self.num_ranks > 1
-        ]
+        updated = [one for one in self.owner if one.requires_grad or one.grad is not None] if self.num_ranks > 1 else []
+        works: list[Any] = [broadcast(one, self.owner[one], self.process_group, async_op=True) for one in updated]
         for work in works:
             work.wait()
         return loss
