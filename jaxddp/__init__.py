@@ -1,7 +1,7 @@
 """Distributed data parallelism, gradient buckets and ZeRO for JAX.
 
     plain.py                        every strategy in its shortest form: read it first
-    strategy.py layout.py ddp zero  the contract of a strategy; where leaves lie over the ranks; the strategies
+    strategy.py ddp.py zero         the contract of a strategy; four of full parameters; those that shard
     communication                   collectives, packed buffers, hooks, reductions
     training models checkpoint      the trainer, models to train, checkpoints and weights
     mesh.py tree.py loss.py         ranks; names of leaves; what a loss function returns

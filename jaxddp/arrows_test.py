@@ -17,7 +17,7 @@ FLOORS = (
     ("instruments",),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry",
-     "discovery", "layout", "replicated", "mesh", "plugins", "tree", "arguments", "loss",
+     "discovery", "layout", "mesh", "plugins", "tree", "arguments", "loss",
      "flax", "parity", "scopes", "plain", "network", "sizes", "table",
      "processes"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Finds the strategies of a package in its folders; no framework. ``registry.py`` of both packages calls it."""
+"""Finds the strategies of a package in its folder; no framework. ``registry.py`` of both packages calls it."""
 
 import importlib
 import pkgutil
@@ -9,12 +9,11 @@ from typing import Any
 _ORDER = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
 
 
-def discover(strategies: dict[str, Any], *folders: ModuleType) -> None:
-    """Imports every file of some folders, which register their strategies, and sorts these."""
-    for folder in folders:
-        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
-            if not module.name.endswith("_test"):
-                importlib.import_module(module.name)
+def discover(strategies: dict[str, Any], folder: ModuleType) -> None:
+    """Imports every file of a folder, which register their strategies, and sorts these and those known before."""
+    for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        if not module.name.endswith("_test"):
+            importlib.import_module(module.name)
     found = sorted(strategies.items(), key=lambda one: _ORDER.index(one[0]) if one[0] in _ORDER else len(_ORDER))
     strategies.clear()
     strategies.update(found)

@@ -1,13 +1,13 @@
-"""All strategies by name: importing this module imports every file of ``ddp/`` and ``zero/``.
+"""All strategies by name: importing this module imports ``ddp.py`` and every file of ``zero/``.
 
-To add a strategy, write one file in either folder with a factory under ``@strategy.register``: the command lines and
-the benchmarks find it here.
+To add a strategy, write one file in that folder with a factory under ``@strategy.register``: the command lines and the
+benchmarks find it here.
 """
 
 import inspect
 from typing import Any
 
-from . import ddp, zero
+from . import ddp as ddp, zero
 from .discovery import discover
 from .strategy import STRATEGIES as STRATEGIES, Strategy
 
@@ -25,4 +25,4 @@ def is_bucketed(name: str) -> bool:
     return [(one.name, one.kind) for one in takes][:1] == [("bucket_mb", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
 
 
-discover(STRATEGIES, ddp, zero)
+discover(STRATEGIES, zero)

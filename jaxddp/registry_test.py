@@ -8,7 +8,7 @@ FILE = """
 from functools import partial
 
 from jaxddp.communication.buckets import plan_buckets
-from jaxddp.replicated import replicated
+from jaxddp.ddp import replicated
 from jaxddp.strategy import register
 
 
@@ -19,9 +19,9 @@ def fixed(bucket_mb=0.001):
 SCRIPT = """
 import sys
 
-import jaxddp.ddp
+import jaxddp.zero
 
-jaxddp.ddp.__path__.append(sys.argv[1])
+jaxddp.zero.__path__.append(sys.argv[1])
 import jax.numpy as jnp
 import optax
 from benchmarks.__main__ import make_parser
@@ -42,7 +42,7 @@ assert metrics["loss"] == 1 and trainer.params(state)["w"].max() < 1
 
 IN_TORCH = """
 from jaxddp.communication.buckets import plan_buckets
-from torchref.replicated import Replicated
+from torchref.ddp import Replicated
 from torchref.strategy import register
 
 
@@ -55,10 +55,10 @@ TORCH_SCRIPT = """
 import importlib, sys
 
 import torch
-import torchref.ddp
 import torchref.registry
+import torchref.zero
 
-torchref.ddp.__path__.append(sys.argv[1])
+torchref.zero.__path__.append(sys.argv[1])
 importlib.reload(torchref.registry)
 from torchref.launch import init_from_env
 

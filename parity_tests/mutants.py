@@ -45,7 +45,7 @@ class Mutant(NamedTuple):
 
 
 _STEP, _LOSS, _REDUCTION = "jaxddp/training/step.py", "jaxddp/loss.py", "jaxddp/communication/reduction.py"
-_FULL, _STAGES, _STAGE3 = "jaxddp/replicated.py", "jaxddp/zero/stages_1_and_2.py", "jaxddp/zero/stage3.py"
+_FULL, _STAGES, _STAGE3 = "jaxddp/ddp.py", "jaxddp/zero/stages_1_and_2.py", "jaxddp/zero/stage3.py"
 _GATHER, _STATE, _MASTERS = "jaxddp/zero/gather.py", "jaxddp/training/model_state.py", "jaxddp/strategy.py"
 _TRAIN = "jaxddp/training/train_test.py::test_"
 _OUTSIDERS = "jaxddp/training/outsiders_test.py::test_"

@@ -1,6 +1,6 @@
-"""All strategies by name: importing this module imports every file of ``ddp/`` and ``zero/``.
+"""All strategies by name: importing this module imports ``ddp.py`` and every file of ``zero/``.
 
-To add a strategy, write one file in either folder with a class under ``@strategy.register(name)``: the command line and
+To add a strategy, write one file in that folder with a class under ``@strategy.register(name)``: the command line and
 the benchmarks find it here.
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from jaxddp.discovery import discover
 
-from . import ddp, zero
+from . import ddp as ddp, zero
 from .strategy import STRATEGIES as STRATEGIES, DataParallel
 
 
@@ -34,4 +34,4 @@ def make_training(
     return net, optimizer_cls(net.parameters(), **settings)
 
 
-discover(STRATEGIES, ddp, zero)
+discover(STRATEGIES, zero)

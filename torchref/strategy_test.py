@@ -1,4 +1,4 @@
-"""What all strategies in ``ddp/`` guarantee; each is checked on the ranks of a pool, in one start."""
+"""What all strategies in ``ddp.py`` guarantee; each is checked on the ranks of a pool, in one start."""
 
 import copy
 import gc

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxddp
-from jaxddp import replicated
+from jaxddp import ddp
 from jaxddp.communication import reduction
 from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
 from jaxddp.communication.reduction import Wire, reduce_buckets
@@ -53,7 +53,7 @@ def test_means_and_their_squares(monkeypatch, wire):
 
 def sent(grads, plan, monkeypatch, *, joins):
     """The means over four ranks, and the shapes of what is summed, as would be asked for on GPUs or elsewhere."""
-    for module in (reduction, replicated):
+    for module in (reduction, ddp):
         monkeypatch.setattr(module, "joins_arrays", lambda: joins)
 
     def step(grads):

@@ -16,8 +16,8 @@ from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
+from ..ddp import all_reduce_grads
 from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
-from ..replicated import all_reduce_grads
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from ..tree import like, named_leaves

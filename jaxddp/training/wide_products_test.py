@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp import replicated
+from jaxddp import ddp
 from jaxddp.communication import reduction
 from jaxddp.training import wide_products
 from jaxddp.training.wide_products import with_wide_products
@@ -128,7 +128,7 @@ def test_float32_functions_and_effects_are_called_once(capfd):
     ],
 )
 def test_the_step_takes_them_where_it_sends_gradients_uncopied(monkeypatch, strategy, options, is_wide):
-    for module in (reduction, replicated):
+    for module in (reduction, ddp):
         monkeypatch.setattr(module, "joins_arrays", lambda: True)  # as on GPUs
 
     def loss_fn(params, batch):

@@ -14,7 +14,7 @@ Then a third is, which makes one kernel of a small loop, and aborts the process 
 On TPUs every collective would be synchronous. The options let SparseCores carry them out, which v5p, v6e and v7x have
 beside the cores that compute; chips without them compile as before. In zero3's loops two may be in flight at a time.
 
-On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``replicated.py``), and
+On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``ddp.py``), and
 all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
 
 On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next

@@ -31,8 +31,8 @@ import numpy as np
 import optax
 
 from ..communication.traces import TRANSPARENT, checksum, interpret
+from ..ddp import find_mirror
 from ..layout import Leaf
-from ..replicated import find_mirror
 from ..tree import named_leaves, path_name
 
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside

@@ -55,8 +55,8 @@ from ..arguments import check_integer
 from ..communication.buckets import BucketMb, plan_buckets
 from ..communication.reduction import Means, divide
 from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
+from ..ddp import all_reduce_grads, of_optax, update_full
 from ..layout import Leaf, cut_leaf
-from ..replicated import all_reduce_grads, of_optax, update_full
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state

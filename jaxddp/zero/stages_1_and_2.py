@@ -41,8 +41,8 @@ from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan
 from ..communication.collectives import all_gather, traced_platform
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
+from ..ddp import of_optax
 from ..layout import cut_leaves
-from ..replicated import of_optax
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
 from ..tree import like, named_leaves, split

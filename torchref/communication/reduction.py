@@ -1,4 +1,4 @@
-"""Packs a bucket's tensors into the buffer that is summed over ranks, and unpacks it; ``replicated.py`` sends it.
+"""Packs a bucket's tensors into the buffer that is summed over ranks, and unpacks it; ``ddp.py`` sends it.
 
 pack:    buffer [sum of sizes]  = concatenate(ravel(tensor) for tensor in bucket)     one copy, none for one tensor
 unpack:  tensor [shape]         = buffer[offset : offset + size] reshaped             views, no copy

@@ -1,6 +1,6 @@
 """Optimizer state sharded by whole parameters: one rank owns, updates and then broadcasts each of them.
 
-The simplest reading of ZeRO stage 1: the gradients are already averaged by a strategy in ``ddp/``. It sends 1.5 times
+The simplest reading of ZeRO stage 1: the gradients are already averaged by a strategy in ``ddp.py``. It sends 1.5 times
 as much as ``ZeRO1``, and balances the ranks only as well as whole parameters allow.
 
     p = optimizer(g, state[r], p)      of parameters that rank r owns

@@ -29,8 +29,8 @@ from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec, plan_
 
 from ..agreement import check_alike, group_device
 from ..communication.sharding import Cut, ShardSums, num_bytes
+from ..ddp import Replicated
 from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gradient
-from ..replicated import Replicated
 from ..strategy import check_module, register, weakly
 from .gather import Unit
 from .optimizers import check_elementwise, check_memory

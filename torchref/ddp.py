@@ -1,20 +1,33 @@
-"""What the four strategies in ``ddp/`` share, and FSDP for the parameters that it does not shard.
+"""Data parallelism with full parameters on every rank: four strategies, which differ in their plans alone.
+
+The twin of ``jaxddp/ddp.py``, which says what each costs. FSDP reduces so what it does not shard.
 
 buffer    = sum over ranks of pack(gradients of the bucket)      all-reduce
 gradients = unpack(buffer / denominator)                         views, no copy
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from jaxddp.communication.buckets import Bucket
+from jaxddp.communication.buckets import (
+    Bucket,
+    BucketMb,
+    BucketPlan,
+    Rule,
+    TensorSpec,
+    plan_all_reduces,
+    plan_buckets,
+    plan_per_tensor,
+)
 
 from .communication.collectives import record, silent
 from .communication.hooks import Hook, all_reduce
 from .communication.reduction import pack, unpack
-from .strategy import DataParallel
+from .strategy import DataParallel, register
 
 
 class Replicated(DataParallel):
@@ -60,3 +73,56 @@ class Replicated(DataParallel):
     def drop_reductions(self) -> None:
         """Forgets the buckets in flight, whose memory the library keeps until they are done."""
         self._started = []
+
+
+@register("naive")
+class NaiveDDP(Replicated):
+    """One all-reduce per parameter, after the whole backward; options as `DataParallel`."""
+
+    make_plan = staticmethod(partial(plan_per_tensor, after_backward=True))
+
+
+@register("flat")
+class FlatDDP(Replicated):
+    """One all-reduce of everything, or one per dtype, after the whole backward; options as `DataParallel`."""
+
+    make_plan = staticmethod(partial(plan_buckets, bucket_mb=None, after_backward=True))
+
+
+@register("overlapped")
+class OverlappedDDP(Replicated):
+    """One all-reduce per parameter, as its gradient becomes ready; options as `DataParallel`."""
+
+    make_plan = staticmethod(plan_per_tensor)
+
+
+@register("bucketed")
+class BucketedDDP(Replicated):
+    """One all-reduce per bucket, as the bucket fills."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_mb: BucketMb = "default",
+        *,
+        rule: Rule = "before",
+        bucket_size_mb: BucketMb = "default",
+        **options: Any,
+    ) -> None:
+        """Wraps a module.
+
+        Args:
+            module: What to train.
+            bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
+            rule: When a bucket closes; see ``plan_buckets``.
+            bucket_size_mb: Another name of ``bucket_mb``.
+            **options: Of ``Replicated`` and ``DataParallel``.
+        """
+        if "default" not in (bucket_mb, bucket_size_mb):
+            raise ValueError(f"bucket_mb (={bucket_mb!r}) and bucket_size_mb (={bucket_size_mb!r}) are one: give one")
+        self._bucket_mb, self._rule = bucket_mb if bucket_size_mb == "default" else bucket_size_mb, rule
+        super().__init__(module, **options)
+
+    def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
+        """Buckets up to the cap."""
+        return plan_all_reduces(tensors, self._bucket_mb, rule=self._rule)

@@ -1,7 +1,25 @@
-"""What the four strategies with full parameters on every rank share: they differ in their plans alone.
+"""Data parallelism with full parameters on every rank: four strategies, which differ in their plans alone.
 
-reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
-update    params, state = optimizer(mean)                     the same on every rank
+    reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
+    update    params, state = optimizer(mean)                     the same on every rank
+
+    ==========  ==================================  ========  =====================================================
+    strategy    one all-reduce for                  calls     what the step waits for
+    ==========  ==================================  ========  =====================================================
+    naive       each of P parameters, after the     P         P latencies and all of the bytes: what everyone writes
+                whole backward                                first
+    flat        all gradients of a dtype, after     1         one latency, a copy into the buffer, all of the bytes
+                the whole backward
+    overlapped  each parameter, when its gradient   P         what the remaining backward is too short to hide, and
+                is ready                                      at least the last gradient; P latencies on the network
+    bucketed    each bucket, as it fills            buckets   the same, and at least the last bucket: a cap trades
+                                                              latencies against the bytes that it exposes
+    ==========  ==================================  ========  =====================================================
+
+Each sends 2 (N-1)/N times the gradients' bytes per rank.
+
+References:
+    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
 import contextlib
@@ -15,13 +33,61 @@ import optax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from .communication.buckets import BucketPlan, TensorSpec
+from .arguments import check_function
+from .communication.buckets import (
+    BucketMb,
+    BucketPlan,
+    Rule,
+    TensorSpec,
+    plan_all_reduces,
+    plan_buckets,
+    plan_per_tensor,
+)
 from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
-from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype
+from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, register
 from .tree import like, named_leaves, path_name, split
+
+
+@register
+def naive() -> Strategy:
+    """One all-reduce per parameter, after the whole backward."""
+    return replicated("naive", partial(plan_per_tensor, after_backward=True))
+
+
+@register
+def flat() -> Strategy:
+    """One all-reduce of everything, or one per dtype, after the whole backward."""
+    return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
+
+
+@register
+def overlapped() -> Strategy:
+    """One all-reduce per parameter, as its gradient becomes ready."""
+    return replicated("overlapped", plan_per_tensor)
+
+
+@register
+def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
+    """One all-reduce per bucket, as the bucket fills.
+
+    Args:
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
+            as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
+            ``plan_all_reduces``.
+        rule: When a bucket closes; see ``plan_buckets``.
+        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
+            ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
+
+    Raises:
+        ValueError: If a cap or the rule is out of range.
+    """
+    if hook is not None:
+        check_function("hook", hook, "a function (buffer, axis) -> sum over the ranks, or None")
+    plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
+    return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)
 
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
