@@ -16,6 +16,7 @@ from jaxddp.training.replicas_test import on_rank
 
 SGD = optax.sgd(0.1)
 SHARDED = jaxddp.zero3(min_shard_elements=0)
+LEAVES = jaxddp.zero1(shard="leaves")
 STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero2": jaxddp.zero2(), "zero3": SHARDED}
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 BATCH = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
@@ -62,7 +63,6 @@ def with_state(params, model_state, batch):
 
 
 ADAM = optax.adam(0.1)
-LEAVES = jaxddp.zero1(shard="leaves")
 OTHERS = {  # the trainer that made the state, the one that is given it, and what the refusal names
     "bucketed to zero1": (make(jaxddp.bucketed(), optimizer=ADAM), make(jaxddp.zero1(), optimizer=ADAM), "strategy"),
     "zero3 to bucketed": (make(SHARDED, optimizer=ADAM), make(jaxddp.bucketed(), optimizer=ADAM), "strategy"),
@@ -122,14 +122,15 @@ def test_without_jit_the_step_is_refused_in_one_line_or_the_same(strategy):
     assert_close(trainer.params(state), on_one_device(loss_fn, PARAMS, [BATCH], SGD))
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values(), LEAVES], ids=[*STRATEGIES, "leaves"])
 def test_under_a_context_mesh_of_explicit_axes(strategy):
-    with jax.set_mesh(explicit()):
-        trainer = make(strategy)
-        state, _ = trainer.step(trainer.init(PARAMS), BATCH)
-        found = jax.device_get(trainer.params(state))
-        trainer.evaluate(state, BATCH)
-    assert_close(found, on_one_device(loss_fn, PARAMS, [BATCH], SGD))
+    optimizer, batch = optax.chain(SGD, jaxddp.params_ema(0.0)), BATCH[:6]
+    with jax.set_mesh(grid(3, names=("data",), axis_type=AxisType.Explicit)):
+        trainer = make(strategy, optimizer=optimizer, num_ranks=3)  # which divide no dimension
+        state, _ = trainer.step(trainer.init(PARAMS), batch)
+        found = jax.device_get([trainer.params(state), trainer.params(trainer.averaged(state))])
+        trainer.evaluate(state, batch), trainer.opt_state(state)
+    assert_close(found, [on_one_device(loss_fn, PARAMS, [batch], SGD)] * 2)
 
 
 @each_strategy

@@ -27,7 +27,7 @@ from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
 from ..layout import whole
 from ..loss import Measure, partial_loss
-from ..mesh import DATA_AXIS, rank_axis
+from ..mesh import DATA_AXIS, no_mesh, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split
@@ -381,8 +381,8 @@ class Trainer:
             name: jax.device_put(array, whole_here) if places[name].is_padded else array
             for name, array in named_leaves(trained).items()
         }
-        trained = jax.jit(make, out_shardings=shardings)(arrays)
-        return state._replace(params=merge(trained, frozen))
+        with no_mesh():
+            return state._replace(params=merge(jax.jit(make, out_shardings=shardings)(arrays), frozen))
 
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
@@ -524,7 +524,8 @@ class Trainer:
     def _describe(self, params: Any) -> Programs:
         """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
-        layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
+        with no_mesh():  # what is traced here runs in the trainer's
+            layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
         dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         trained = jax.tree.leaves(split(leaves, self.trainable)[0])
         if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):
