@@ -262,7 +262,7 @@ def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
         found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
         after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][f"{PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
+    if all(np.array_equal(leaf, after[-1][name]) for name, leaf in named_leaves({"params": task.params}).items()):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 

@@ -1,4 +1,5 @@
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,19 @@ def weighted(params, batch):
 def test_losses_of_every_kind(loss, optimizer):
     (result,) = check(loss, optimizer, PARAMS, BATCHES, strategies="bucketed", num_ranks=[2])
     assert result.difference <= 1e-12
+
+
+class Head(NamedTuple):
+    scale: np.ndarray
+    value: np.ndarray  # the name by which Flax's variables hold theirs
+
+
+@pytest.mark.parametrize("params", [Head(np.ones(3), np.ones((4, 3))), np.ones((4, 3))], ids=["a tuple", "an array"])
+def test_parameters_that_are_no_dictionary(params):
+    def loss_fn(params, batch):
+        return sum(jnp.mean((batch["x"] @ leaf.T) ** 2) for leaf in jax.tree.leaves(params))
+
+    check(loss_fn, optax.adamw(0.1), params, BATCHES, strategies=["zero1"], num_ranks=[2])
 
 
 def test_what_parts_is_shown_with_its_first_step_and_parameter():
