@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
-from ..communication.buckets import BucketPlan
+from ..communication.buckets import Bucket, BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
@@ -186,15 +186,19 @@ def _reduced(
     ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
 ) -> dict[str, jax.Array]:
     num_ranks = axis_size(axis)
-    planned = {*plan.names}
-    unsent = {name: grad for name, grad in ready.items() if name not in planned}
+    axes = {name: varying(ready[name]) for name in plan.names}
+    unsent = {name: grad for name, grad in ready.items() if name not in axes}
     if num_ranks > 1:
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         with jax.named_scope(SYNC_SCOPE):
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
     means = {name: divide_total(total, denominator) for name, total in unsent.items()}
-    sent = {name: grad for name, grad in ready.items() if name in planned}
-    return means | all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, plan, denominator).grads
+    for alike in dict.fromkeys(axes.values()):  # joined with what varies over another axis, it would vary too
+        parts = [[tensor for tensor in one.tensors if axes[tensor.name] == alike] for one in plan.buckets]
+        part = replace(plan, buckets=tuple(Bucket(tuple(tensors)) for tensors in parts if tensors))
+        sent = {name: ready[name] for name in part.names}
+        means |= all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, part, denominator).grads
+    return means
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
