@@ -248,14 +248,18 @@ def test_integers_are_summed_and_averaged_exactly(x64):
     assert (int(found["sum"]), found["sum"].dtype, float(found["mean"])) == (16 * 1_000_000_007, np.int64, 2**24 + 1)
 
 
-def test_eval_fn_takes_weighted_values_of_examples():
+def test_eval_fn_takes_weighted_values_of_examples_and_keys_of_them():
+    drawn = jax.vmap(jax.random.uniform)
+
     def eval_fn(params, batch):
-        return {"loss": jaxddp.Weighted(batch["x"].sum(1) * batch["weight"], batch["weight"])}
+        loss = jaxddp.Weighted(batch["x"].sum(1) * batch["weight"], batch["weight"])
+        return {"loss": loss, "drawn": jaxddp.PerExample(drawn(batch["key"]))}
 
     trainer = make(jaxddp.bucketed(), num_ranks=4)
     weight = np.array([3, 0, 1, 2, 5], np.float32)  # not a multiple of the ranks: some are padded
-    batch = {"x": BATCH[:5], "weight": weight}
+    batch = {"x": BATCH[:5], "weight": weight, "key": jax.random.split(jax.random.key(0), 5)}
     found = trainer.evaluate(trainer.init(PARAMS), [batch, batch], eval_fn)
+    np.testing.assert_array_equal(found["drawn"][5:], drawn(batch["key"]))
     np.testing.assert_allclose(found["loss"], BATCH[:5].sum(1) @ weight / weight.sum(), rtol=1e-6)  # in float32
 
 
