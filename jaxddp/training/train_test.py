@@ -48,7 +48,8 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         assert len(compiles) == 1
         state, _ = trainer.step(state, regression_batch(8))
         assert len(compiles) == 2
-        assert trainer.compile(*shapes) is trainer.compile(state, regression_batch(8))
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), regression_batch(8))
+        assert trainer.compile(*shapes) is trainer.compile(state, regression_batch(8)) is trainer.compile(state, wide)
         trainer.step(state, regression_batch(24))
         assert len(compiles) == 2
     finally:
