@@ -102,7 +102,7 @@ class _Step:
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not _draws_noise(leaf)}
         # Of a state that is returned first, or alone.
-        before = {name: old.get(name, old.get(name.removeprefix("0."))) for name in one}
+        before: dict[str, Any] = {name: old.get(name, old.get(name.removeprefix("0."))) for name in one}
         if all(np.array_equal(before[name], leaf) for name, leaf in one.items()):
             raise ValueError("make_step's step must return what it changes, such as the next state, to be compared")
         shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
@@ -168,7 +168,9 @@ class _Step:
         specs = jax.tree.broadcast(self.specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
-        found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
+        step = self.make_step(mesh)
+        check_function("make_step's result", step)
+        found = named_leaves(jax.block_until_ready(step(state, batch)))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
         return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
 

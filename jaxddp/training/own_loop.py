@@ -1,7 +1,6 @@
 """For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Number
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
+from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, check_positive
 from ..communication.buckets import Bucket, BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
@@ -173,8 +172,7 @@ def sync_gradients(
     check_leaves("grads", named_leaves(grads))
     check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
     if denominator is not None and not isinstance(denominator, jax.Array):
-        if not is_number(denominator) or not 0 < denominator < math.inf:
-            raise ValueError(f"denominator (={denominator!r}) must be a positive finite number, an array, or None")
+        check_positive("denominator", denominator)
     num_ranks = axis_size(axis)
     denominator = num_ranks if denominator is None else denominator
     ready = named_leaves(grads)

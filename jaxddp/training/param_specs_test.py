@@ -236,6 +236,8 @@ def test_bad_input():
     for specs, message in (
         (SPECS | {"head": P("data")}, "must be a PartitionSpec over model"),
         (SPECS | {"head": P("model")}, "must divide its shape [7, 3] by the axes' sizes: model 2"),
+        (SPECS | {"head": P(None, None, "model")}, "must divide its shape [7, 3]"),
+        (SPECS | {"head": P("model", "model")}, "sizes: model 2, each once"),
         ({"head": P()}, "param_specs must be a tree of PartitionSpec like params, or a prefix: "),
     ):
         assert message in refusal(make(param_specs=specs).init, model())
