@@ -118,5 +118,4 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 def no_mesh() -> AbstractContextManager[Any]:
     """Puts the mesh out of force that the caller has set by ``jax.set_mesh``, for what runs on other devices."""
-    is_set = not jax.sharding.get_abstract_mesh().empty  # while JAX traces, none can be
-    return jax.set_mesh(Mesh(np.empty((), object), ())) if is_set else nullcontext()
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -36,7 +36,8 @@ def value_and_grad(
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
     merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums. Gradients
-    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are.
+    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are. Under ``check_vma``
+    those that vary over other axes too, such as of tensor parallelism, have buckets of their own.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
