@@ -50,6 +50,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     **{f"{one} of a state": of_state(one, BATCH) for one in ("step", "evaluate", "compile", "plan", "planned")},
     **{f"{one} of a state": of_state(one) for one in ("params", "layout", "programs")},
     "eval_fn": lambda value: trainer().evaluate(trainer().init(PARAMS), BATCH, value),
+    "check_replicas of a trainer": lambda value: jaxddp.check_replicas(value, trainer().init(PARAMS)),
     "check_replicas of a state": lambda value: jaxddp.check_replicas(trainer(), value),
     "step of a batch": lambda value: trainer().step(trainer().init(PARAMS), value),
     "a leaf of a batch": lambda value: trainer().step(trainer().init(PARAMS), {"x": value}),
@@ -69,6 +70,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "plan_buckets": jaxddp.plan_buckets,
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
+    "measured": jaxddp.network.measured,
     "axis of data_mesh": lambda value: jaxddp.data_mesh(2, axis=value),
     "plan of sync_gradients": lambda value: jaxddp.sync_gradients(PARAMS, value, "data"),
     "plan of a batch": lambda value: trainer().plan(trainer().init(PARAMS), value),
@@ -101,12 +103,10 @@ def test_a_wrong_argument_is_one_line(name, tmp_path, monkeypatch):
 
 def test_the_most_likely_ones_are_told_what_to_write():
     for option, value, said in (
-        ("strategy", jaxddp.bucketed, "must be a strategy, such as"),
-        ("strategy", "bucketed", "must be a strategy, such as jaxddp.bucketed()"),
+        ("strategy", jaxddp.bucketed, "must be a strategy, such as jaxddp.bucketed()"),
         ("optimizer", optax.adam, "must be an optax transformation, such as"),
     ):
         assert said in refusal(trainer, **{option: value})
-    assert "hook (='bf16') must be a function" in refusal(jaxddp.bucketed, hook="bf16")
 
 
 def on_ranks(function):

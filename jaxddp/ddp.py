@@ -25,7 +25,7 @@ References:
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
 from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, register
-from .tree import like, named_leaves, path_name, split
+from .tree import like, split
 
 
 @register
@@ -99,20 +99,32 @@ def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[
     """Every rank has all of everything."""
     trained = split(params, trainable)[0]
     state = jax.eval_shape(optimizer.init, jax.tree.map(lambda leaf: leaf.held, trained))
-    leaves = named_leaves(params)
+    return Layout(ranks, params, params, mirrored(trained, state), of_optax(optimizer), trainable=trainable)
+
+
+def mirrored(params: Any, state: Any) -> Any:
+    """Lays out an optimizer's state: what has the shape of a parameter, and a path that ends in its path, lies as it.
+
+    Of several it is that of a tree of parameters: ``0.mu.w`` is of ``w``, not ``mu.w``, if ``0`` holds a count too.
+    """
+
+    def name_of(path: Any) -> str:
+        return f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
+
+    leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(state)]
+
+    @cache
+    def is_of_params(root: str) -> bool:
+        return all(name.removeprefix(root) in leaves for name in names if name.startswith(f"{root}."))
 
     def place(path: Any, struct: Any) -> Leaf:
-        return replace(find_mirror(leaves, path, struct) or Leaf(struct.shape, struct.dtype), dtype=struct.dtype)
+        name = name_of(path)
+        of = [one for one in leaves if leaves[one].shape == struct.shape and name.endswith(one)]
+        mirror = max(of, key=lambda one: (is_of_params(name.removesuffix(one)), len(one)), default=None)
+        return Leaf(struct.shape, struct.dtype) if mirror is None else replace(leaves[mirror], dtype=struct.dtype)
 
-    opt_state = jax.tree_util.tree_map_with_path(place, state)
-    return Layout(ranks, params, params, opt_state, of_optax(optimizer), trainable=trainable)
-
-
-def find_mirror(params: Mapping[str, Leaf], path: Any, struct: Any) -> Leaf | None:
-    """The parameter of which an optimizer keeps a leaf of its state: of its shape, with a path that ends its own."""
-    name = f".{path_name(path)}"
-    of = [one for one in params if params[one].shape == struct.shape and name.endswith(f".{one}" if one else "")]
-    return params[max(of, key=len)] if of else None
+    return jax.tree.map_with_path(place, state)
 
 
 def reduce_full(

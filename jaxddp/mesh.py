@@ -4,7 +4,7 @@ A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``
 on the CPU, an accelerator of one machine, or of several processes. Only this file makes meshes.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -118,4 +118,4 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 def no_mesh() -> AbstractContextManager[Any]:
     """Puts the mesh out of force that the caller has set by ``jax.set_mesh``, for what runs on other devices."""
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -117,7 +117,7 @@ def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: boo
             of_kind = found.once if min(operands) == CONSTANT else found.each
             axes = equation.params.get("axes") or equation.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times
+            of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times * bool(full.size)
 
     follow(core.ClosedJaxpr(needed, needed.constvars), [VARIES] * len(needed.invars), add)
     return found

@@ -110,7 +110,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     """
     mesh = None
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
-        jitted = program if hasattr(program, "lower") else jax.jit(program)
+        jitted = program if hasattr(program, "trace") else jax.jit(program)  # pmap has none
         mesh = _mesh_of(jitted, args, kwargs)
         if target is None:
             compiled = jitted.lower(*args, **kwargs).compile()

@@ -149,6 +149,8 @@ def test_lowered_and_compiled_programs_texts_and_files_are_read(tmp_path):
     file.write_text(compiled.as_text())
     of_all = [collectives(one) for one in (lowered, compiled, compiled.as_text(), file)]
     assert len({str(one) for one in of_all}) == 1 and of_all[0].in_loops("all-gather")
+    mapped = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
+    assert collectives(mapped, jnp.ones((2, 3))).pairs == [("all-reduce", 12)]
 
 
 def test_a_text_from_elsewhere_is_read_and_what_is_unknown_is_listed():

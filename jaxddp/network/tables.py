@@ -32,7 +32,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
-    parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec)
+    parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", str(spec))
     if parts is None:
         raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
     chip, hosts, devices = parts.groups()

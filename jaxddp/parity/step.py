@@ -71,7 +71,7 @@ def check_step(
 
     Raises:
         StepParityError: If anything differs: with the likely cause of each.
-        ValueError: If the batch cannot be split, or there are too few devices.
+        ValueError: If the batch cannot be split, there are too few devices, or the step gives nothing new.
     """
     check_function("make_step", make_step, "a function of a mesh that gives the step")
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
@@ -100,20 +100,23 @@ class _Step:
     def parted(self) -> Iterator[Parted]:
         """Gives what differs."""
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
+        old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not _draws_noise(leaf)}
+        # Of a state that is returned first, or alone.
+        before: dict[str, Any] = {name: old.get(name, old.get(name.removeprefix("0."))) for name in one}
+        if all(np.array_equal(before[name], leaf) for name, leaf in one.items()):
+            raise ValueError("make_step's step must return what it changes, such as the next state, to be compared")
         shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
         is_same_of_shard = self._agree(self._run(1, shard), self._run(batch=jax.tree.map(self._alike, self.batch)))
         # Noise of parameters is the same on all ranks, and as on one device.
         if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
             yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
             return
-        old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not _draws_noise(leaf)}
         for name, right in one.items():
             apart = difference(several[name], right)
             if name in unlike:
                 yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
             elif not apart <= self.atol:
-                before = old.get(name, old.get(name.removeprefix("0.")))  # of a state that is returned first, or alone
-                cause = self._ratio(several[name], right, before) or self._cause(one, is_same_of_shard)
+                cause = self._ratio(several[name], right, before[name]) or self._cause(one, is_same_of_shard)
                 yield Parted(name, apart, cause)
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
@@ -165,7 +168,9 @@ class _Step:
         specs = jax.tree.broadcast(self.specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
-        found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
+        step = self.make_step(mesh)
+        check_function("make_step's result", step)
+        found = named_leaves(jax.block_until_ready(step(state, batch)))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
         return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
 

@@ -68,7 +68,7 @@ def check(
     batches: Iterable[Any],
     *,
     strategies: str | Sequence[str | Strategy] = "all",
-    num_ranks: Sequence[int] = (1, 2, 4),
+    num_ranks: int | Sequence[int] = (1, 2, 4),
     atol: float = 1e-12,  # in float64 room for the order of sums alone
     dtype: Any = jnp.float64,
     num_microbatches: int = 1,
@@ -158,7 +158,7 @@ class Task:
 
 
 def under_strategies(
-    task: Task, strategies: Any, num_ranks: Sequence[int], expected: Sequence[Any], atol: float
+    task: Task, strategies: Any, num_ranks: int | Sequence[int], expected: Sequence[Any], atol: float
 ) -> list[Result]:
     """Trains under each strategy on each number of ranks, and compares with what ``on_one_device`` gave."""
     chosen = [strategies] if isinstance(strategies, str) else strategies
@@ -166,7 +166,7 @@ def under_strategies(
     trained = split(task.params, task.trainer.trainable)[0]
     for one in STRATEGIES if is_all else chosen:
         strategy = _in_several_parts(one, trained) if isinstance(one, str) else one
-        for count in num_ranks:
+        for count in np.atleast_1d(num_ranks):
             trainer = task.trainer.with_strategy(strategy, data_mesh(check_integer("num_ranks", count)))
             for batch in task.batches:
                 check_batch(batch, count, trainer.num_microbatches)
@@ -262,7 +262,7 @@ def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
         parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
         found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
         after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][f"{PARAMS}{name}"]) for name, leaf in named_leaves(task.params).items()):
+    if all(np.array_equal(leaf, after[-1][name]) for name, leaf in named_leaves({"params": task.params}).items()):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 

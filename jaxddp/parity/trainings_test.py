@@ -1,3 +1,4 @@
+from collections import namedtuple
 from functools import partial
 
 import jax
@@ -74,6 +75,17 @@ def test_losses_of_every_kind(loss, optimizer):
     assert result.difference <= 1e-12
 
 
+Head = namedtuple("Head", "scale value")  # of which one is the name by which Flax's variables hold their array
+
+
+@pytest.mark.parametrize("params", [Head(np.ones(3), np.ones((4, 3))), np.ones((4, 3))], ids=["a tuple", "an array"])
+def test_parameters_that_are_no_dictionary(params):
+    def loss_fn(params, batch):
+        return sum(jnp.mean((batch["x"] @ leaf.T) ** 2) for leaf in jax.tree.leaves(params))
+
+    check(loss_fn, optax.adamw(0.1), params, BATCHES, strategies=["zero1"], num_ranks=2)
+
+
 def test_what_parts_is_shown_with_its_first_step_and_parameter():
     lossy = jaxddp.bucketed(hook=jaxddp.hooks.bf16)
     with pytest.raises(ParityError) as caught:
@@ -94,7 +106,7 @@ def test_what_parts_is_shown_with_its_first_step_and_parameter():
 
 def test_options_of_the_trainer():
     options = {"num_microbatches": 2, "max_grad_norm": 0.1, "trainable": lambda name: not name.endswith("bias")}
-    options |= {"strategies": ["overlapped", "zero2", "zero3"]}
+    options |= {"strategies": ["naive", "bucketed", "overlapped", "zero2", "zero3"]}
     results = check(loss_fn, optax.adamw(1e-2), PARAMS, BATCHES, num_ranks=[2], **options)
     assert all(one.difference <= 1e-12 and not one.refused for one in results)
     for one in results:

@@ -105,6 +105,8 @@ def _of_ranks(number: int, num_local: int, by_rank: NamedSharding) -> np.ndarray
 def _pad(num_rows: int, size: int, by_rank: NamedSharding, leaf: Any) -> Any:
     if num_rows == size:
         return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_pad(num_rows, size, by_rank, jax.random.key_data(leaf)), impl=leaf.dtype)
     if is_global(leaf):
         shards = {shard.index[0].start: shard.data for shard in jax.device_put(leaf, by_rank).addressable_shards}
         leaf = np.concatenate([shards[start] for start in sorted(shards)])

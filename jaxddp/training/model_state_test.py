@@ -253,7 +253,8 @@ def test_bad_input():
     make = functools.partial(jaxddp.Trainer, lambda *args: 0.0, optax.sgd(0.1), jaxddp.naive(), jaxddp.data_mesh(2))
     params, model_state = {"w": jnp.ones(2)}, {"a": jnp.ones(2)}
     assert "state_sync (='sum') must be one of mean, first" in refusal(make, has_state=True, state_sync="sum")
-    assert "model_state (=None) must be given" in refusal(make(has_state=True).init, params)
+    for none in (None, ()):
+        assert f"model_state (={none}) must be given" in refusal(make(has_state=True).init, params, model_state=none)
     assert "model_state (=dict) needs Trainer(has_state=True)" in refusal(make().abstract_state, params, model_state)
     assert "model_state leaf 'a' (=1.0)" in refusal(make(has_state=True).init, params, model_state={"a": 1.0})
     trainer = make(has_state=True, has_aux=True)

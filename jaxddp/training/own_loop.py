@@ -1,7 +1,6 @@
 """For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Number
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, is_number
-from ..communication.buckets import BucketPlan
+from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, check_positive
+from ..communication.buckets import Bucket, BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
@@ -37,7 +36,8 @@ def value_and_grad(
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
     merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums. Gradients
-    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are.
+    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are. Under ``check_vma``
+    those that vary over other axes too, such as of tensor parallelism, have buckets of their own.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -173,8 +173,7 @@ def sync_gradients(
     check_leaves("grads", named_leaves(grads))
     check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
     if denominator is not None and not isinstance(denominator, jax.Array):
-        if not is_number(denominator) or not 0 < denominator < math.inf:
-            raise ValueError(f"denominator (={denominator!r}) must be a positive finite number, an array, or None")
+        check_positive("denominator", denominator)
     num_ranks = axis_size(axis)
     denominator = num_ranks if denominator is None else denominator
     ready = named_leaves(grads)
@@ -186,15 +185,19 @@ def _reduced(
     ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
 ) -> dict[str, jax.Array]:
     num_ranks = axis_size(axis)
-    planned = {*plan.names}
-    unsent = {name: grad for name, grad in ready.items() if name not in planned}
+    axes = {name: varying(ready[name]) for name in plan.names}
+    unsent = {name: grad for name, grad in ready.items() if name not in axes}
     if num_ranks > 1:
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         with jax.named_scope(SYNC_SCOPE):
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
     means = {name: divide_total(total, denominator) for name, total in unsent.items()}
-    sent = {name: grad for name, grad in ready.items() if name in planned}
-    return means | all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, plan, denominator).grads
+    for alike in dict.fromkeys(axes.values()):  # joined with what varies over another axis, it would vary too
+        parts = [[tensor for tensor in one.tensors if axes[tensor.name] == alike] for one in plan.buckets]
+        part = replace(plan, buckets=tuple(Bucket(tuple(tensors)) for tensors in parts if tensors))
+        sent = {name: ready[name] for name in part.names}
+        means |= all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, part, denominator).grads
+    return means
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:

@@ -202,7 +202,10 @@ def test_on_gpus_that_are_not_here_it_compiles_as_planned(name):
     assert len(compiled) > 2 and sorted(trainer.programs(state).planned_groups(state, batch)) == compiled
 
 
-@pytest.mark.parametrize("specs", [{"w": P(None, "model"), "x": {"w": P("model")}, "y": {"w": P()}}, P(None, "model")])
+UNLIKE = {"w": P(None, "model"), "x": {"w": P("model")}, "y": {"w": P()}, "mu": {"w": P("model")}}
+
+
+@pytest.mark.parametrize("specs", [UNLIKE, P(None, "model")])
 def test_names_that_end_with_another_parameters_name_and_an_array_without_one(specs):
     params = jax.tree.map(lambda _: np.ones((4, 4)), specs, is_leaf=lambda one: isinstance(one, P))
     trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.flat(), grid(2, 2), param_specs=specs)
@@ -233,6 +236,8 @@ def test_bad_input():
     for specs, message in (
         (SPECS | {"head": P("data")}, "must be a PartitionSpec over model"),
         (SPECS | {"head": P("model")}, "must divide its shape [7, 3] by the axes' sizes: model 2"),
+        (SPECS | {"head": P(None, None, "model")}, "must divide its shape [7, 3]"),
+        (SPECS | {"head": P("model", "model")}, "sizes: model 2, each once"),
         ({"head": P()}, "param_specs must be a tree of PartitionSpec like params, or a prefix: "),
     ):
         assert message in refusal(make(param_specs=specs).init, model())

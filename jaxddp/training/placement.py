@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.collectives import Axis
 from ..layout import Leaf
+from ..mesh import no_mesh
 from ..tree import named_leaves
 
 PIECE_BYTES = 2**25
@@ -64,7 +65,8 @@ def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Undoes ``place``: every rank gets a copy of every full leaf, without padding."""
     leaves, structure = jax.tree.flatten(tree)
     everywhere = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for leaf in leaves]
-    return jax.tree.unflatten(structure, _from_global(everywhere, tuple(jax.tree.leaves(layout))))
+    with no_mesh():
+        return jax.tree.unflatten(structure, _from_global(everywhere, tuple(jax.tree.leaves(layout))))
 
 
 @partial(jax.jit, static_argnums=1)

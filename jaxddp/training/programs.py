@@ -189,7 +189,7 @@ class Programs:
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-        key = "step", signature(state, batch)
+        key = "step", signature(state, abstract(batch))
         if key not in self._programs:
             function, args, options = self.step_function(state, batch)
             self._programs[key] = self._compile(function, args, **options)

@@ -65,12 +65,12 @@ def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
         assert (raised.value.name, raised.value.ranks, raised.value.num_more) == (path, (2,), 0)
 
 
-@pytest.mark.parametrize("bit", [30, 31])
-def test_the_same_bit_of_several_elements_is_found(bit):
+@pytest.mark.parametrize("bit", [30, 31, None])
+def test_the_same_bit_of_several_elements_and_a_change_of_places_are_found(bit):
     trainer, state = train(jaxddp.naive())
     weights = state.params["up"]
     for element in (3, 8, 11, 20):
-        weights = flip(weights, 2, bit, element)
+        weights = on_rank(weights, 2, lambda copy: np.roll(copy, 1)) if bit is None else flip(weights, 2, bit, element)
     with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank 2 ") as raised:
         jaxddp.check_replicas(trainer, state._replace(params=state.params | {"up": weights}))
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

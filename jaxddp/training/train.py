@@ -22,12 +22,12 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from .. import __version__
-from ..arguments import check_flag, check_function, check_integer, check_kind, check_optimizer, is_number
+from ..arguments import check_flag, check_function, check_integer, check_kind, check_leaves, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
 from ..layout import whole
 from ..loss import Measure, partial_loss
-from ..mesh import DATA_AXIS, rank_axis
+from ..mesh import DATA_AXIS, no_mesh, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, like, merge, named_leaves, split
@@ -381,8 +381,8 @@ class Trainer:
             name: jax.device_put(array, whole_here) if places[name].is_padded else array
             for name, array in named_leaves(trained).items()
         }
-        trained = jax.jit(make, out_shardings=shardings)(arrays)
-        return state._replace(params=merge(trained, frozen))
+        with no_mesh():
+            return state._replace(params=merge(jax.jit(make, out_shardings=shardings)(arrays), frozen))
 
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
@@ -392,15 +392,13 @@ class Trainer:
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
-        owners = layout.owners
-        if owners is not None:
-            inner = self.opt_state(state)
+        inner = inner if layout.owners is None else self.opt_state(state)
         states = jax.tree.leaves(inner, is_leaf=lambda one: isinstance(one, EmaState))
         found = [one.ema for one in states if isinstance(one, EmaState)]
         if len(found) != 1:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
         ema = found[0]
-        if owners is not None:
+        if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
 
@@ -486,14 +484,12 @@ class Trainer:
             end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
 
     def _checked_model_state(self, model_state: Any) -> Any:
-        if self.has_state and model_state is None:
-            raise ValueError("model_state (=None) must be given: has_state is set")
+        if self.has_state and (model_state is None or (isinstance(model_state, tuple) and not model_state)):
+            raise ValueError(f"model_state (={model_state}) must be given: has_state is set; if it is empty, as {{}}")
         if not self.has_state and model_state is not None:
             raise ValueError(f"model_state (={type(model_state).__name__}) needs Trainer(has_state=True)")
         model_state = () if model_state is None else model_state
-        for name, leaf in named_leaves(model_state).items():
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ValueError(f"model_state leaf {name!r} (={leaf!r}) must be an array")
+        check_leaves("model_state", named_leaves(model_state))
         return model_state
 
     def programs(self, state: TrainState) -> Programs:
@@ -524,7 +520,8 @@ class Trainer:
     def _describe(self, params: Any) -> Programs:
         """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
-        layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
+        with no_mesh():  # what is traced here runs in the trainer's
+            layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
         dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         trained = jax.tree.leaves(split(leaves, self.trainable)[0])
         if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):
@@ -622,6 +619,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     Raises:
         ReplicaError: If they differ; it names the leaf and the ranks.
     """
+    check_kind("trainer", trainer, Trainer, "a Trainer")
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:

@@ -48,7 +48,8 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         assert len(compiles) == 1
         state, _ = trainer.step(state, regression_batch(8))
         assert len(compiles) == 2
-        assert trainer.compile(*shapes) is trainer.compile(state, regression_batch(8))
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), regression_batch(8))
+        assert trainer.compile(*shapes) is trainer.compile(state, regression_batch(8)) is trainer.compile(state, wide)
         trainer.step(state, regression_batch(24))
         assert len(compiles) == 2
     finally:
@@ -129,24 +130,6 @@ def test_a_trainer_tells_states_of_several_models_apart_by_their_shards():
         assert "parameter 'down' (=(1, 5))" in found and "another model of this trainer (=(5, 1))" in found
     trainer.step(states[5], batch)
     of_two_layers().abstract_state(transposed)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("strategy", [jaxddp.naive(), jaxddp.bucketed(0.001)], ids=["naive", "bucketed"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_microbatches_and_ranks_change_nothing_but_the_order_of_sums(strategy, num_microbatches):
-    loss_fn, params = build("toy")
-    reference = make(loss_fn, num_ranks=1, optimizer=optax.adam(1e-2))
-    trainer = make(loss_fn, strategy, optimizer=optax.adam(1e-2), num_microbatches=num_microbatches)
-    ours, theirs = trainer.init(params), reference.init(params)
-    for seed in range(5):
-        ours, metrics = trainer.step(ours, regression_batch(seed=seed))
-        theirs, expected = reference.step(theirs, regression_batch(seed=seed))
-        # float32 sums of 24 examples in another order; Adam divides small differences by small moments.
-        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
-        np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
-    assert_near(trainer.params(ours), reference.params(theirs), atol=2e-5)
-    assert int(ours.step) == 5
 
 
 def test_a_callers_arrays_stay_valid():

@@ -89,8 +89,8 @@ def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) ->
             raise ValueError(f"param_specs of {name!r} (={spec}) must be a PartitionSpec over {', '.join(axes)}")
         try:
             block = NamedSharding(mesh, spec).shard_shape(tuple(leaf.shape))
-        except ValueError as error:
-            sizes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+        except Exception as error:  # too long a spec, or an axis twice, is of other kinds
+            sizes = ", ".join(f"{axis} {mesh.shape[axis]}" for axis in axes) + ", each once"
             raise ValueError(
                 f"param_specs of {name!r} (={spec}) must divide its shape {[*leaf.shape]} by the axes' sizes: {sizes}"
             ) from error

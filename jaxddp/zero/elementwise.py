@@ -21,7 +21,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,9 +30,9 @@ import numpy as np
 import optax
 
 from ..communication.traces import TRANSPARENT, checksum, interpret
-from ..ddp import find_mirror
+from ..ddp import mirrored
 from ..layout import Leaf
-from ..tree import named_leaves, path_name
+from ..tree import path_name
 
 _WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
 _RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
@@ -63,18 +62,16 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     structs = jax.eval_shape(optimizer.init, jax.tree.map(_full, updated))
     with _blaming_shapes():
         on_rank = _same_structure(jax.eval_shape(optimizer.init, jax.tree.map(_on_rank, updated)), structs)
-    leaves = named_leaves(updated)
 
-    def place(path: Any, full: Any, shard: Any) -> Leaf:
-        mirror = find_mirror(leaves, path, full)
-        if mirror is not None and mirror.on_rank.shape == shard.shape:
-            return replace(mirror, dtype=full.dtype)
+    def place(path: Any, full: Any, shard: Any, mirror: Leaf) -> Leaf:
+        if mirror.on_rank.shape == shard.shape:
+            return mirror
         if full.shape != shard.shape:
             what = f"the shape {full.shape} of its state {path_name(path)!r} depends on the sizes of parameters"
             raise ValueError(_REFUSAL.format(f"{what}, and is not that of the one that ends its path"))
         return Leaf(full.shape, full.dtype)
 
-    state = jax.tree.map_with_path(place, structs, on_rank)
+    state = jax.tree.map_with_path(place, structs, on_rank, mirrored(updated, structs))
     numbers: dict[Any, int] = defaultdict(itertools.count().__next__)
     on_whole = _outputs(optimizer, updated, state, _full, numbers)
     with _blaming_shapes():
