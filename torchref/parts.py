@@ -1,23 +1,25 @@
 """Tensors of one rank alone, or of a part: a use that would take one for the whole or for an average is refused.
 
-PartialGradient   a gradient of one rank alone, or of a shard: its norm would be another, or a scaler skip a step apart
+PartialGradient   a gradient of one rank alone, or of a shard: its norm would be another, or a rank skip a step alone
 SpentGradient     stands for a gradient that is reduced into shards: torch's clipping would find none and clip nothing
 Shard             a parameter of which this rank holds a part: it answers as the whole would, or refuses
 
 Of a shard, what is the same on a part is allowed: shapes and the like, and changes element by element, as an optimizer,
 a moving average or a checkpoint makes them. Anything else (a product, a sum, a norm, a random fill, a hook) is refused.
-In an optimizer's step its shards are plain parameters.
+In an optimizer's step its shards are plain parameters, of plain gradients.
 """
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .communication.sharding import Cut
 
-_NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm}
+_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
+_OF_ALL = {"item", "__bool__", "__float__", "__int__", "normalize", "_foreach_max", _SCALER}  # and what is a norm
 _LOOKS = {"__get__", "dim", "is_floating_point", "is_complex", "untyped_storage"}
 _SAME_ON_A_PART = set(
     """dim ndimension size numel nelement element_size is_floating_point is_complex stride is_contiguous storage_offset
@@ -34,17 +36,34 @@ _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class PartialGradient(torch.Tensor):
-    """A gradient of one rank alone, or of a shard. Its norm and a scaler's look are refused; results are plain."""
+    """A gradient of one rank alone or of a shard, or what was made of one; what sums one up, as a norm, is refused."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NORMS or func is torch._amp_foreach_non_finite_check_and_unscale_:
+        name = getattr(func, "__name__", "")
+        sums_up = name in _OF_ALL or name.endswith("norm")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = None if sums_up else func(*args, **(kwargs or {}))
+            if isinstance(found, (torch.Tensor, tuple, list)) and name != "as_subclass" and "_like" not in name:
+                given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+                made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor) and not one._is_view()]
+                size = max(one.numel() for one in given if isinstance(one, cls))
+                sums_up = "_foreach_" not in name and any(one.numel() < size for one in made)
+                ids = {id(one) for one in given}  # changed in place
+                found = tree_map_only(torch.Tensor, lambda one: one if id(one) in ids else one.as_subclass(cls), found)
+        if sums_up:
             raise RuntimeError(
                 "norms and scalers would see this rank's part of the gradients alone: call clip_grad_norm_ or grad_norm"
                 " of the wrapper after finish_gradient_synchronization; a GradScaler needs BucketedDDP, or bfloat16"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return found
+
+
+def mark_gradients(parameters: Iterable[Any], are_parts: bool) -> None:
+    """Makes gradients partial, or plain, as in an optimizer's step."""
+    for grad in [one.grad for one in parameters]:
+        if type(grad) in (torch.Tensor, PartialGradient):
+            grad.__class__ = PartialGradient if are_parts else torch.Tensor
 
 
 class SpentGradient(torch.Tensor):

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jaxddp.arguments import check_positive
@@ -196,11 +197,7 @@ class DataParallel(nn.Module, abc.ABC):
         """
         if denominator is not None and not isinstance(denominator, torch.Tensor):
             check_positive("denominator", denominator)
-        if changed := self._held() ^ self._wrapped:
-            raise ValueError(
-                f"{min(changed)[0]} was added, removed, frozen, unfrozen, replaced or cast after wrapping: wrap the"
-                " module anew, for buffers that change with broadcast_buffers=False"
-            )
+        self._check_held()
         self._check_weights()
         self._discard_if_cleared()
         self._check_sent(self._sent)
@@ -258,14 +255,12 @@ class DataParallel(nn.Module, abc.ABC):
         _live.add(self)
         self._accumulators: dict[str, Any] = {}  # autograd's, which must stay alive to keep their hooks
         for name in self._trained.keys() - self._sharded:
-            with torch.enable_grad():
-                alias: Any = self._trained[name].view_as(self._trained[name])
-            node = alias.grad_fn.next_functions[0][0]
+            node: Any = get_gradient_edge(self._trained[name]).node
             # After the hooks that users put on the parameter, whenever they do: as DistributedDataParallel's.
             node.register_hook(partial(weakly(self._on_arrival), name))
             self._accumulators[name] = node
         if self._must_finish:
-            weakref.finalize(self, register_optimizer_step_pre_hook(weakly(self._check_step)).remove)
+            weakref.finalize(self, register_optimizer_step_pre_hook(before_step(self._check_step)).remove)
 
     def _held(self) -> set[tuple[str, TensorSpec, int]]:
         """What is to stay as it is: trainable parameters, and the shapes and dtypes of buffers that are broadcast."""
@@ -273,6 +268,13 @@ class DataParallel(nn.Module, abc.ABC):
         held = {(f"parameter {name!r}", tensor_spec(name, p), id(p)) for name, p in named if p.requires_grad}
         buffers = self.module.named_buffers() if self._broadcasts_buffers else ()
         return held | {(f"buffer {name!r}", tensor_spec(name, one), 0) for name, one in buffers}
+
+    def _check_held(self, lost: Collection[str] = ()) -> None:
+        if changed := [*(name for name, *_ in self._held() ^ self._wrapped), *lost]:
+            raise ValueError(
+                f"{min(changed)} was added, removed, frozen, unfrozen, replaced or cast after wrapping: wrap the"
+                " module anew, for buffers that change with broadcast_buffers=False"
+            )
 
     def _begin_pass(self) -> None:
         """Notes that there are gradients of this rank alone, and the versions of the weights that they are of."""
@@ -287,11 +289,16 @@ class DataParallel(nn.Module, abc.ABC):
                 " call finish_gradient_synchronization before the optimizer's step, or zero_grad() before other changes"
             )
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer's step on gradients of this rank alone."""
-        if self._has_begun:
+        if self._has_begun or not self._is_finished:
             ids = {id(parameter) for parameter in self._trained.values() if parameter.grad is not None}
             if any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
+                held = self._accumulators.items()  # there are others, without the hooks, after a cast there and back
+                lost = [name for name, node in held if get_gradient_edge(self._trained[name]).node is not node]
+                self._check_held([f"parameter {name!r}" for name in lost])
+                if torch._C._current_graph_task_id() != -1:  # in a hook of a backward, before its gradient has arrived
+                    self._begin_pass()
                 self._check_finished()
 
     def _check_finished(self) -> None:
@@ -369,7 +376,7 @@ class DataParallel(nn.Module, abc.ABC):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         check_dense(name, parameter.grad)
-        return parameter.grad.detach().as_subclass(torch.Tensor)
+        return parameter.grad.as_subclass(torch.Tensor).detach()
 
 
 STRATEGIES: dict[str, type[DataParallel]] = {}  # read it from registry.py, which fills it
@@ -407,6 +414,19 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     def hook(*args: Any) -> None:
         if (alive := reference()) is not None:
             alive(*args)
+
+    return hook
+
+
+def before_step(check: Any) -> Callable[..., Any]:
+    """Makes a hook of a method that is called before an optimizer's step, or in it, after its closure."""
+    check = weakly(check)
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure: Any = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        if not callable(closure):
+            return check(optimizer)
+        return (optimizer, lambda: (closure(), check(optimizer))[0], *args[2:]), kwargs
 
     return hook
 

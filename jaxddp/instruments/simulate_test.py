@@ -174,22 +174,19 @@ def make_operation(name, phase, seconds, *operands):
     return Operation(name, phase, Work(num_bytes=seconds), operands=operands)
 
 
+def scheduled(*operations):
+    """Of lines of name, phase, seconds and operands."""
+    of = [line.split() for line in operations]
+    return Schedule(tuple(make_operation(name, phase, float(s), *on) for name, phase, s, *on in of))
+
+
 def test_communication_or_compute_is_the_bound_whichever_is_longer():
     """A chain f1 f2 | b2 b1 with gradients g2 and g1 at its links, each updated: u2, u1."""
-    step = Schedule(
-        (
-            make_operation("x", "forward", 0),
-            make_operation("f1", "forward", 3, "x"),
-            make_operation("f2", "forward", 4, "f1"),
-            make_operation("b2", "backward", 2, "f2"),
-            make_operation("g2", "backward", 6, "b2", "f1"),
-            make_operation("b1", "backward", 1, "b2"),
-            make_operation("u2", "optimizer", 5, "g2"),
-            make_operation("g1", "backward", 2.5, "b1", "x"),
-            make_operation("g1.part", "backward", 0, "g1"),
-            make_operation("u1", "optimizer", 1, "g1.part", "u2"),
-        )
-    )
+    step = scheduled(
+        "x forward 0", "f1 forward 3 x", "f2 forward 4 f1", "b2 backward 2 f2", "g2 backward 6 b2 f1",
+        "b1 backward 1 b2", "u2 optimizer 5 g2", "g1 backward 2.5 b1 x", "g1.part backward 0 g1",
+        "u1 optimizer 1 g1.part u2",
+    )  # fmt: skip
     bound = lower_bound(step, CHIP, SLOW, 10, 2)
     assert (bound.compute_s, bound.forward_s, bound.all_reduce_s) == (24.5, 7, 10.5)
     assert bound.first_gradient_s == 5.5  # b2 b1 g1, not b2 g2 nor what stands before g1 in the schedule
@@ -200,19 +197,12 @@ def test_communication_or_compute_is_the_bound_whichever_is_longer():
 
 def test_the_first_gradient_is_the_one_that_depends_on_least():
     """Whatever the order, and shared work counts once for each gradient that needs it."""
-    step = Schedule(
-        (
-            make_operation("f", "forward", 1),
-            make_operation("shared", "backward", 3, "f"),
-            make_operation("left", "backward", 1, "shared"),
-            make_operation("right", "backward", 1, "shared"),
-            make_operation("both", "backward", 1, "left", "right"),
-            make_operation("apart", "backward", 7, "f"),
-            make_operation("through", "forward", 9, "both"),  # not of the backward: costs, but is not counted
-            make_operation("late", "backward", 0.5, "through"),
-            make_operation("update", "optimizer", 1, "both", "apart", "late", "f"),
-        )
-    )
+    step = scheduled(
+        "f forward 1", "shared backward 3 f", "left backward 1 shared", "right backward 1 shared",
+        "both backward 1 left right", "apart backward 7 f",
+        "through forward 9 both",  # not of the backward: costs, but is not counted
+        "late backward 0.5 through", "update optimizer 1 both apart late f",
+    )  # fmt: skip
     assert lower_bound(step, CHIP, SLOW, 1, 2).first_gradient_s == 6
     only_apart = Schedule((*step.operations[:-1], make_operation("update", "optimizer", 1, "apart")))
     assert lower_bound(only_apart, CHIP, SLOW, 1, 2).first_gradient_s == 7

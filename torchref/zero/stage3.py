@@ -30,7 +30,7 @@ from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec, plan_
 from ..agreement import check_alike, group_device
 from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..ddp import Replicated
-from ..parts import PartialGradient, Shard, SpentGradient, make_shard, spent_gradient
+from ..parts import Shard, SpentGradient, make_shard, mark_gradients, spent_gradient
 from ..strategy import check_module, register, weakly
 from .gather import Unit
 from .optimizers import check_elementwise, check_memory
@@ -78,7 +78,7 @@ class FSDP(Replicated):
         self._to_shard = _find_units(module, shard_types)
         ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
         self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
-        self._sums = ShardSums()
+        self._sums, self._in_step = ShardSums(), list[Any]()
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
         super().__init__(module, **options)
 
@@ -89,7 +89,7 @@ class FSDP(Replicated):
     def layout(self) -> dict[str, tuple[torch.Tensor, Cut]]:
         """The parameters of all units are shards, in the module as well; a shared one under each of its names."""
         named = self.module.named_parameters(remove_duplicate=False)
-        return {name: (one, one.cut) for name, one in named if isinstance(one, Shard)}
+        return {name: (one, one.cut) for name, one in named if hasattr(one, "cut")}
 
     def planned_collectives(self, num_microbatches: int = 1) -> list[tuple[str, int]]:
         """The collectives if all units run once, in order, on inputs that need a gradient."""
@@ -113,7 +113,8 @@ class FSDP(Replicated):
                 mean = torch.zeros_like(one) if before is None else before
             elif before is not None and not isinstance(before, SpentGradient):  # an earlier mean
                 mean += before.as_subclass(torch.Tensor)
-            one.grad = mean.as_subclass(PartialGradient) if self.num_ranks > 1 else mean
+            one.grad = mean
+        mark_gradients(self._shards.values(), self.num_ranks > 1)
         super().finish_reductions(denominator)
 
     def drop_reductions(self) -> None:
@@ -142,8 +143,10 @@ class FSDP(Replicated):
         ]
         del self._to_shard
         super()._add_hooks()
-        after_step = register_optimizer_step_post_hook(weakly(self._after_step))
-        for handle in (after_step, *(one for unit in self._units for one in unit.handles)):
+        after_step = weakly(self._after_step)
+        handles = [one for unit in self._units for one in unit.handles]
+        handles.append(self.module.register_forward_pre_hook(after_step, prepend=True))  # of a step that raised
+        for handle in (register_optimizer_step_post_hook(after_step), *handles):
             weakref.finalize(self, handle.remove)
 
     def add_sum(self, parts: dict[str, torch.Tensor], unit: Unit, work: Any, buffer: torch.Tensor) -> None:
@@ -168,10 +171,16 @@ class FSDP(Replicated):
         if int(ends.sum()):
             check_alike({f"collective {i} of units": use for i, use in enumerate(uses)}, self.process_group)
 
-    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         super()._check_step(optimizer)
-        if mine := self._in_optimizer(optimizer):
+        ids = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if mine := [one for one in self._shards.values() if id(one) in ids]:
             check_elementwise(optimizer)
+            place = f"rank {dist.get_rank(self.process_group)} of {self.num_ranks}"
+            for group in optimizer.param_groups:  # whose options are saved and loaded with the state
+                if (found := group.setdefault("shards_of", place)) != place:
+                    raise ValueError(f"the optimizer's state (=of {found}) must be this rank's (={place})")
+        self._in_step = mine
         for shard in mine:
             for one in optimizer.state.get(shard, {}).values():
                 if getattr(one, "ndim", 0) and one.shape != shard.shape:
@@ -180,14 +189,13 @@ class FSDP(Replicated):
                         f" (={[*shard.shape]}): make an optimizer that has state after wrapping"
                     )
             shard.__class__ = nn.Parameter
+        mark_gradients(mine, False)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for shard in self._in_optimizer(optimizer):
+    def _after_step(self, *_: Any) -> None:
+        for shard in self._in_step:
             shard.__class__ = Shard
-
-    def _in_optimizer(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        ids = {id(shard): shard for shard in self._shards.values()}
-        return [ids[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in ids]
+        mark_gradients(self._in_step, self.num_ranks > 1)
+        self._in_step = []
 
 
 def _direct(module: nn.Module) -> dict[str, nn.Parameter]:

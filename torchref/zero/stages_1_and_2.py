@@ -24,8 +24,8 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpe
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
-from ..parts import PartialGradient, SpentGradient, spent_gradient
-from ..strategy import OPTIONS, DataParallel, register, weakly
+from ..parts import SpentGradient, mark_gradients, spent_gradient
+from ..strategy import OPTIONS, DataParallel, before_step, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
@@ -77,7 +77,7 @@ class ZeRO1(DataParallel):
         check_alike(describe_optimizer(self.optimizer, names), self.process_group)
         check_elementwise(self.optimizer)
         mark_state_dicts(self.optimizer, self.process_group)
-        self.optimizer.register_step_pre_hook(weakly(self._before_step))
+        self.optimizer.register_step_pre_hook(before_step(self._before_step))
         self.optimizer.register_step_post_hook(weakly(self._gather))
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums = ShardSums()
@@ -130,9 +130,9 @@ class ZeRO1(DataParallel):
         self._sums.add({name: self._cuts[name].local_shard(self._grad(name), self._rank) for name in unplanned})
         for name, mean in self._sums.means(denominator).items():
             before = self._shards[name].grad
-            total = mean if before is None else before.add_(mean)
-            self._shards[name].grad = total.as_subclass(PartialGradient) if self.num_ranks > 1 else total
+            self._shards[name].grad = mean if before is None else before.add_(mean)
             self._trained[name].grad = self._spent[name]  # frees the local gradient
+        mark_gradients(self._shards.values(), self.num_ranks > 1)
 
     def drop_reductions(self) -> None:
         """Drops what is in flight, and the sums over micro-batches."""
@@ -186,6 +186,7 @@ class ZeRO1(DataParallel):
         check_elementwise(self.optimizer, num_own_hooks=2)
         for name, shard in self._shards.items():
             shard.data = self._local_shard(name)  # other weights may have been loaded into the module
+        mark_gradients(self._shards.values(), False)
 
     @torch.no_grad()
     def _gather(self, *_: Any) -> None:
@@ -196,6 +197,7 @@ class ZeRO1(DataParallel):
         if self.num_ranks == 1:  # nothing is planned
             for name, shard in self._shards.items():
                 self._trained[name].copy_(self._cuts[name].from_rows(shard))
+        mark_gradients(self._shards.values(), self.num_ranks > 1)
 
     def _local_shard(self, name: str) -> torch.Tensor:
         return self._cuts[name].local_shard(self._trained[name].detach(), self._rank)
