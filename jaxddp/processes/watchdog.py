@@ -23,7 +23,7 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -292,6 +292,19 @@ def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
     """Notes that a step has returned; ``is_done`` tells whether a device still waits in it for the others."""
     if _watchdog is not None:
         _watchdog.is_done, _watchdog.is_in_step = is_done, False
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Notes that this process waits for the others, but is not further than they are: it ends if one is lost."""
+    if (dog := _watchdog) is None:
+        yield
+        return
+    before, dog.is_in_step = dog.is_in_step, True
+    try:
+        yield
+    finally:
+        dog.is_in_step = before
 
 
 def leave(why: str, status: int) -> None:

@@ -15,6 +15,7 @@ import jax
 from jax._src import distributed  # the store has no public name
 
 from ..processes.roll_call import disagreement
+from ..processes.watchdog import begin_step, end_step, wait_for_end, waiting
 
 BATCH_S = 300.0  # for a process whose batch has new shapes as well; less than watchdogs wait for one that is stuck
 _calls = itertools.count()
@@ -32,16 +33,19 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     if distributed.global_state.client is None:
         raise ValueError("several processes must join a job before they train: call jaxddp.start_process")
     everyone = []
+    begin_step(is_call=True)  # which a process that has ended does not come to
     try:
         for text in gather_texts(json.dumps(alike), timeout_s):
             everyone.append(json.loads(text))
     except RuntimeError as error:
+        wait_for_end()
         name, value = next(iter(alike.items()))
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{name} (={value!r}) must be compared with process {len(everyone)}, not here within {timeout_s:g} s:"
             f" {reason}"
         ) from error
+    end_step()
     if fault := disagreement(everyone):
         raise ValueError(fault)
 
@@ -56,4 +60,6 @@ def gather_texts(text: str, timeout_s: float) -> Iterator[str]:
     key = f"jaxddp/texts/{next(_calls)}"
     client.key_value_set(f"{key}/{jax.process_index()}", text)
     for process in range(jax.process_count()):
-        yield client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))
+        with waiting():
+            text = client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))
+        yield text

@@ -335,8 +335,7 @@ class Trainer:
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         model = self.programs(state)
         batch = host_arrays(batch)
-        with self._watched():  # processes may compare their batches
-            self._agree(model, batch, 1)
+        self._agree(model, batch, 1)
         batch = self._place(model, batch)
         program = model.evaluate(state, batch, measure)
         with self._watched() as results:

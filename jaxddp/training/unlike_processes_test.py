@@ -1,4 +1,4 @@
-"""Processes that are given other parameters, strategies or batches: each refuses them in one line."""
+"""Processes with other parameters, strategies or batches: each refuses them in one line; one that fails ends all."""
 
 import json
 import re
@@ -45,6 +45,8 @@ def run(kind):
     if kind == "name" and process_id:
         params |= {"v": params["w"]}
     state = trainer.init(params)
+    if kind == "early" and not process_id:
+        raise LookupError("early")
     rows = 4 + 4 * process_id if kind == "rows" else 4
     state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
     if kind in ("0", "1"):  # the process whose second batch has other rows
@@ -100,13 +102,11 @@ def test_they_are_refused(kind, ends):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("other", [0, 1])
-def test_a_batch_that_changes_in_one_process_ends_all_within_seconds(other):
-    command, address = [sys.executable, "-c", WORKER], f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen([*command, address, str(one), str(other)], stderr=subprocess.PIPE, text=True)
-        for one in range(2)
-    ]
+@pytest.mark.parametrize("kind", ["0", "1", "early"])
+def test_a_batch_that_changes_in_one_process_or_its_failure_before_a_step_ends_all_within_seconds(kind):
+    command, other = [sys.executable, "-c", WORKER, f"127.0.0.1:{free_port()}"], int(kind == "1")
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(one), kind], **pipes) for one in range(2)]
     errors, start = [], time.monotonic()
     try:
         errors = [process.communicate(timeout=90)[1] for process in processes]
@@ -114,7 +114,8 @@ def test_a_batch_that_changes_in_one_process_ends_all_within_seconds(other):
         for process in processes:
             process.kill()
     assert time.monotonic() - start < 60  # most of which starts JAX
-    fault = f"ValueError: batch (='x [7, 3] float32') must be compared with process {1 - other}, not here"
-    assert fault in errors[other]
-    assert f"jaxddp: process {other} failed, its last step 1: {fault}" in errors[1 - other]
+    fault = f"step 1: ValueError: batch (='x [7, 3] float32') must be compared with process {1 - other}, not here"
+    fault = "step 0: LookupError: early" if kind == "early" else fault
+    assert fault[8:] in errors[other]
+    assert f"jaxddp: process {other} failed, its last {fault}" in errors[1 - other]
     assert processes[1 - other].returncode == STATUS and processes[other].returncode == 1
