@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..arguments import check_integer
+from ..arguments import check_function, check_integer
 from ..communication.buckets import MIB
 from ..plugins import import_jax
 from ..table import count_kinds, paragraph, table
@@ -156,6 +156,7 @@ def training_of(spec: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"trainer (={spec}) must name a function of a module that is found here: {error}") from error
+    check_function(f"trainer {spec}", make)
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5) or not isinstance((*made, {})[4], dict):
         wanted = "(loss_fn, optimizer, params, batch), and a dict of options if any"

@@ -47,8 +47,9 @@ def network_of(
     if file is None:
         speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
-    if gb_per_s is not None:
-        raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file: it has the speeds")
+    for name, value in (("gb_per_s", gb_per_s), ("latency_us", latency_us)):
+        if value is not None:
+            raise ValueError(f"{name} (={value:g}) must be left out with --network-file: it has the times")
     name, _, fabric = file.partition(":")
     if name == "measured":
         found = measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
