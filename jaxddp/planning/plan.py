@@ -116,6 +116,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "flops_per_s": rates.flops_per_s,  # at which a device computes the products of a forward
             "rates": None if cluster.is_by_hand else rates_in_words(chip),
             "link_gb_per_s": network.gb_per_s,
+            "host_link_gb_per_s": network.host_gb_per_s,
             "latency_us": network.latency_us,
             "network_source": network.source,
         },
