@@ -56,7 +56,7 @@ _RECIPE = f"{_DTYPES}every_strategy_is_the_recipe_on_one_device"
 _REPLICAS = f"{_OUTSIDERS}constant_gradients_count_once_under_replicas"
 _MOMENTUM = f"{_TRAIN}momentum_and_norms_below_the_limit_are_those_of_one_device"
 _KEYS = f"{_TRAIN}keys_differ_by_rank_step_and_microbatch_and_repeat_with_the_seed"
-_MICROBATCHES = f"{_TRAIN}microbatches_and_ranks_change_nothing_but_the_order_of_sums"
+_MICROBATCHES = "jaxddp/parity/trainings_test.py::test_options_of_the_trainer"
 
 MUTANTS = {
     # wrong divisors
@@ -165,7 +165,7 @@ MUTANTS = {
     ),
     "words that changed places have one checksum": Mutant(
         "jaxddp/training/replicas.py", "(2 * lax.iota(jnp.uint32, words.size) + 1)", "1",
-        (f"{_OUTSIDERS}two_words_that_changed_places_on_one_rank_are_found",),
+        ("jaxddp/training/replicas_test.py::test_the_same_bit_of_several_elements_and_a_change_of_places_are_found",),
     ),
 }  # fmt: skip
 

@@ -45,6 +45,7 @@ class _Fault(NamedTuple):
     reason: str
     is_stuck: bool  # then stacks show more of it
     failed: int = -1  # the process that an error of its own ended
+    place: tuple[int, ...] = (sys.maxsize,)  # that it had come to: who is further waits for it
 
 
 @dataclass
@@ -136,6 +137,7 @@ class _Watchdog:
                 # One that has ended would wait at JAX's barrier for those that it ended.
                 is_last = ended is not None and all(one.is_gone for one in self._others.values())
                 is_late = now - self._faulty_since > self._stuck_s
+                waits |= tuple(self._fault.place) < self._mine.place
                 if self._fault.is_stuck or waits or is_cut_off or is_last or is_late:
                     self._end(self._fault)
 
@@ -189,7 +191,7 @@ class _Watchdog:
                 how = f"failed, {_last_step(one)}: {one.ended}"
                 if not one.ended:
                     how = f"has ended, {_last_step(one)}, and others began {_name(newest, one.place)}"
-                return _Fault(f"process {number} {how}", False, number if one.ended else -1)
+                return _Fault(f"process {number} {how}", False, number if one.ended else -1, one.place)
         live = {number: one for number, one in everyone.items() if one.ended is None}
         if is_one_missed or not live:
             return None
