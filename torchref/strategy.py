@@ -294,8 +294,10 @@ class DataParallel(nn.Module, abc.ABC):
         if self._has_begun or not self._is_finished:
             ids = {id(parameter) for parameter in self._trained.values() if parameter.grad is not None}
             if any(id(one) in ids for group in optimizer.param_groups for one in group["params"]):
-                held = self._accumulators.items()  # there are others, without the hooks, after a cast there and back
-                lost = [name for name, node in held if get_gradient_edge(self._trained[name]).node is not node]
+                # Accumulators are others, without the hooks, after a cast there and back.
+                held = [(one, self._trained[one], node) for one, node in self._accumulators.items()]
+                held = [each for each in held if each[1].requires_grad]
+                lost = [name for name, parameter, node in held if get_gradient_edge(parameter).node is not node]
                 self._check_held([f"parameter {name!r}" for name in lost])
                 if torch._C._current_graph_task_id() != -1:  # in a hook of a backward, before its gradient has arrived
                     self._begin_pass()
