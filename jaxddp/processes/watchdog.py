@@ -96,6 +96,7 @@ class _Watchdog:
         self.begun = 0, 0  # steps, and calls after the last one
         self.is_in_step, self.is_done = False, lambda: True  # the latter of what the last step started
         self._ended: str | None = None
+        self._status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(lambda: self._say_end(self._ended or ("it ended within a step" if self.is_in_step else "")))
@@ -103,7 +104,7 @@ class _Watchdog:
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
     def leave(self, status: int, why: str) -> None:
-        self.is_in_step = False
+        self.is_in_step, self._status = False, status
         self._say_end(why)
         deadline = time.monotonic() + GRACE_S + self._stuck_s
         while time.monotonic() < deadline and any(
@@ -230,7 +231,7 @@ class _Watchdog:
                 self._listen(_BEAT_S / 2)
         finally:
             # At once without process 0: XLA aborts processes that miss it.
-            os._exit(1 if fault.failed == self._number else STATUS)
+            os._exit(self._status if fault.failed == self._number else STATUS)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):

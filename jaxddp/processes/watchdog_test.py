@@ -53,7 +53,8 @@ PROGRAMS = {
     "jaxddp": JAX,
     "torchref": TORCHREF.replace("WRAPPER", "BucketedDDP"),
     "FSDP": TORCHREF.replace("WRAPPER", "FSDP"),
-    "torch": f"{TORCH}train = lambda: torch.distributed.all_reduce(torch.ones(2))",  # nothing of torchref's
+    # Nothing of torchref's, and more patience: who waits in a collective for one that has failed ends before that.
+    "torch": f"{TORCH}train = lambda: torch.distributed.all_reduce(torch.ones(2))".replace(f"={STUCK_S}", "=40"),
 }
 LOOP = f"""
 for step in range(1, 2000):
@@ -146,6 +147,7 @@ SLOW = [
     ("jaxddp", "raises", 0, f"process 0 {ERROR}"),
     ("jaxddp", "leaves", 0, "process 0 failed, its last step 3: error: no luck"),
     ("torchref", "leaves", 1, "process 1 failed, its last step 3: error: no luck"),
+    ("torch", "leaves", 1, "process 1 failed, its last step 0: error: no luck"),
     ("jaxddp", "exits", 1, "process 1 has ended, its last step 3, and others began step 4"),
     ("jaxddp", "evaluation sleeps", 1, f"process 1 did not begin call 1 after step 3 within {STUCK_S:g} s of"),
 ]  # fmt: skip
@@ -156,7 +158,7 @@ SLOW = [
 )
 def test_the_others_end_and_name_it(tmp_path, program, fault, faulty, reason):
     statuses, outputs, seconds = run(tmp_path, program, fault, faulty)
-    assert seconds < (60 if program == "torch" else STUCK_S) + 15
+    assert seconds < (60 if "step 0, within 60 s" in reason else STUCK_S) + 15
     for process in range(NUM_PROCESSES):
         if process != faulty:
             assert statuses[process] == STATUS, outputs[process]
