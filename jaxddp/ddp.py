@@ -51,45 +51,6 @@ from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, regi
 from .tree import like, split
 
 
-@register
-def naive() -> Strategy:
-    """One all-reduce per parameter, after the whole backward."""
-    return replicated("naive", partial(plan_per_tensor, after_backward=True))
-
-
-@register
-def flat() -> Strategy:
-    """One all-reduce of everything, or one per dtype, after the whole backward."""
-    return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
-
-
-@register
-def overlapped() -> Strategy:
-    """One all-reduce per parameter, as its gradient becomes ready."""
-    return replicated("overlapped", plan_per_tensor)
-
-
-@register
-def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
-    """One all-reduce per bucket, as the bucket fills.
-
-    Args:
-        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
-            as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
-            ``plan_all_reduces``.
-        rule: When a bucket closes; see ``plan_buckets``.
-        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
-            ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
-
-    Raises:
-        ValueError: If a cap or the rule is out of range.
-    """
-    if hook is not None:
-        check_function("hook", hook, "a function (buffer, axis) -> sum over the ranks, or None")
-    plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
-    return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)
-
-
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
     """A strategy of full parameters, by its plan."""
     return Strategy(name, plan, layout_full, in_compute_dtype, partial(reduce_full, hook), update_full, hook=hook)
@@ -178,3 +139,42 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
         return optax.apply_updates(params, updates), state
 
     return Optimizer(optimizer.init, step)
+
+
+@register
+def naive() -> Strategy:
+    """One all-reduce per parameter, after the whole backward."""
+    return replicated("naive", partial(plan_per_tensor, after_backward=True))
+
+
+@register
+def flat() -> Strategy:
+    """One all-reduce of everything, or one per dtype, after the whole backward."""
+    return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
+
+
+@register
+def overlapped() -> Strategy:
+    """One all-reduce per parameter, as its gradient becomes ready."""
+    return replicated("overlapped", plan_per_tensor)
+
+
+@register
+def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
+    """One all-reduce per bucket, as the bucket fills.
+
+    Args:
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
+            as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
+            ``plan_all_reduces``.
+        rule: When a bucket closes; see ``plan_buckets``.
+        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
+            ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
+
+    Raises:
+        ValueError: If a cap or the rule is out of range.
+    """
+    if hook is not None:
+        check_function("hook", hook, "a function (buffer, axis) -> sum over the ranks, or None")
+    plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
+    return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

@@ -238,8 +238,8 @@ def clip(name):
     if name.startswith("zero"):
         shards = [one for group in getattr(net, "optimizer", tx).param_groups for one in group["params"]]
         by_hand = (lambda g: g.pow(2).sum(), lambda g: torch.cat([g, g]).norm(), lambda g: g.isfinite().all())
-        assert all(refused(lambda of=of: of(shards[0].grad), way) for of in by_hand)
-        assert refused(lambda: nn.utils.clip_grad_norm_(shards, MAX_NORM), way)
+        takes = [lambda of=of: of(shards[0].grad) for of in by_hand]
+        assert all(refused(one, way) for one in (*takes, lambda: nn.utils.clip_grad_norm_(shards, MAX_NORM)))
     tx.step()
     check_weights(net, expected(0, clip=True))
     for by_torch in (False, True):
@@ -269,11 +269,16 @@ def change_after_wrapping(name):
             net.finish_gradient_synchronization()
 
         assert refused(one_pass, f"parameter '{parameter}", "after wrapping: wrap the module anew")
-    net, tx, x = wrapped(name)
-    if not name.startswith("zero"):  # a cast there and back loses the hooks, by which a forgotten finish is seen
-        net.module.double().float()
+    # A cast there and back loses the hooks, by which a forgotten finish is seen.
+    for change in () if name.startswith("zero") else (lambda module: module.double().float(), changes["0."]):
+        net, tx, x = wrapped(name)
+        change(net.module)
         loss(net, x).backward()
         assert refused(tx.step, "cast after wrapping")
+    if name == "bucketed":  # a step in the hook of the last parameter, here the only one
+        net = wrap(name, alone := nn.Linear(3, 1, bias=False))
+        alone.weight.register_post_accumulate_grad_hook(lambda _: torch.optim.SGD(net.parameters(), lr=0.1).step())
+        assert refused(net(rows(0)).sum().backward, "of this rank alone")
 
 
 class Gated(nn.Module):
@@ -334,8 +339,7 @@ def refuse_what_would_be_lost(name):
         assert refused(tx.step, "must be of its shard") and not net._has_begun
         tx = torch.optim.SGD(begun.parameters(), lr=0.1)
         tx.step(lambda: net.gather_full_params()["0.weight"].shape == (4, 3) or pytest.fail("a shard as a whole"))
-        states = [tx.state_dict()]
-        dist.broadcast_object_list(states)
+        dist.broadcast_object_list(states := [tx.state_dict()])
         tx.load_state_dict(states[0])
         assert bool(refused(tx.step, "must be this rank's")) == (dist.get_rank() == 1)
 

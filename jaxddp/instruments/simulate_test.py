@@ -176,8 +176,7 @@ def make_operation(name, phase, seconds, *operands):
 
 def scheduled(*operations):
     """Of lines of name, phase, seconds and operands."""
-    of = [line.split() for line in operations]
-    return Schedule(tuple(make_operation(name, phase, float(s), *on) for name, phase, s, *on in of))
+    return Schedule(tuple(make_operation(name, of, float(s), *on) for name, of, s, *on in map(str.split, operations)))
 
 
 def test_communication_or_compute_is_the_bound_whichever_is_longer():

@@ -75,11 +75,8 @@ def test_losses_of_every_kind(loss, optimizer):
     assert result.difference <= 1e-12
 
 
-Head = namedtuple("Head", "scale value")  # of which one is the name by which Flax's variables hold their array
-
-
-@pytest.mark.parametrize("params", [Head(np.ones(3), np.ones((4, 3))), np.ones((4, 3))], ids=["a tuple", "an array"])
-def test_parameters_that_are_no_dictionary(params):
+@pytest.mark.parametrize("params", [namedtuple("Head", "scale value")(np.ones(3), np.ones((4, 3))), np.ones((4, 3))])
+def test_parameters_that_are_no_dictionary(params):  # Flax's variables hold their array as their value
     def loss_fn(params, batch):
         return sum(jnp.mean((batch["x"] @ leaf.T) ** 2) for leaf in jax.tree.leaves(params))
 

@@ -105,8 +105,7 @@ def test_they_are_refused(kind, ends):
 @pytest.mark.parametrize("kind", ["0", "1", "early"])
 def test_a_batch_that_changes_in_one_process_or_its_failure_before_a_step_ends_all_within_seconds(kind):
     command, other = [sys.executable, "-c", WORKER, f"127.0.0.1:{free_port()}"], int(kind == "1")
-    pipes = {"stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(one), kind], **pipes) for one in range(2)]
+    processes = [subprocess.Popen([*command, str(one), kind], stderr=subprocess.PIPE, text=True) for one in range(2)]
     errors, start = [], time.monotonic()
     try:
         errors = [process.communicate(timeout=90)[1] for process in processes]

@@ -72,9 +72,8 @@ def shards_and_gradients(compute_dtype):
         assert shard.dtype == shard.grad.dtype == torch.float32
         assert shard.shape == shard.grad.shape == cut(parameter).shape
         assert shard.untyped_storage().nbytes() == shard.nbytes  # not a view of the full parameter
-        differences[name] = (
-            (shard.grad.as_subclass(torch.Tensor) - cut(parameter.grad)).norm() / parameter.grad.norm()
-        ).item()
+        apart = shard.grad.as_subclass(torch.Tensor) - cut(parameter.grad)
+        differences[name] = (apart.norm() / parameter.grad.norm()).item()
     return differences, [tuple(one) for one in issued]
 
 
