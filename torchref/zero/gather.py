@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._pytree import tree_map_only
 
 from jaxddp.communication.buckets import BucketPlan, plan_buckets
@@ -34,7 +35,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, is_sharded: bool, net: Any) -> None:
         """Registers the hooks of a module of ``net``, an FSDP: it lists the collectives, and adds up the gradients."""
-        params: dict[str, Any] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        params: dict[str, Any] = own_parameters(module)
         self.name, self._net = name, weakref.proxy(net)
         self.shards: dict[str, Shard] = params if is_sharded else {}  # by name in the module
         self._replicated = {} if is_sharded else params
@@ -119,8 +120,9 @@ class Unit:
         self._uses.append((None, []))
         full_params = {name: cast(parameter, self._net.compute_dtype) for name, parameter in self._replicated.items()}
         full: tuple[torch.Tensor, ...] = ()
+        held = own_parameters(module)
         for name, shard in self.shards.items():
-            if module._parameters.get(name) is not shard:
+            if held.get(name) is not shard:
                 raise RuntimeError(f"parameter {name!r} of {self.name!r} was replaced: FSDP takes no functional_call")
         if self.shards:
             full = Gather.apply(self, *self.shards.values())
@@ -133,7 +135,9 @@ class Unit:
             hooks = torch.autograd.graph.saved_tensors_hooks(_packer(self, full), lambda read: read())
             hooks.__enter__()
         self._uses[-1] = hooks, [(one, one._version) for one in copies if not one.is_inference()]
-        module.__dict__.update(full_params)  # found before _parameters, which keeps the shards
+        for name, one in full_params.items():
+            path, _, attribute = name.rpartition(".")
+            module.get_submodule(path).__dict__[attribute] = one  # found before _parameters, which keeps the shards
         return cast((args, kwargs), self._net.compute_dtype)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -143,12 +147,24 @@ class Unit:
         if hooks is not None:
             hooks.__exit__(None, None, None)
         for name in (*self._replicated, *self.shards):
-            module.__dict__.pop(name, None)
+            path, _, attribute = name.rpartition(".")
+            module.get_submodule(path).__dict__.pop(attribute, None)
         if any(one._version != version for one, version in copies):
             raise RuntimeError(
                 f"the forward of {type(module).__name__} changed its gathered parameters, which is lost: change the"
                 " shards after the step"
             )
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module's own forward reads, by name; a shared one under each of its names."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads its weight and never calls it
+        return {}
+    named = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for path, one in module.named_children():
+        if isinstance(one, NonDynamicallyQuantizableLinear):
+            named |= {f"{path}.{name}": parameter for name, parameter in one.named_parameters()}
+    return named
 
 
 class Gather(torch.autograd.Function):

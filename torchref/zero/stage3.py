@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jaxddp.communication.buckets import BucketMb, BucketPlan, TensorSpec, plan_buckets
@@ -32,7 +32,7 @@ from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..ddp import Replicated
 from ..parts import Shard, SpentGradient, make_shard, mark_gradients, spent_gradient
 from ..strategy import check_module, register, weakly
-from .gather import Unit
+from .gather import Unit, own_parameters
 from .optimizers import check_elementwise, check_memory
 
 
@@ -64,7 +64,7 @@ class FSDP(Replicated):
         Args:
             module: What to train.
             compute_dtype: Parameters are gathered and modules compute in this dtype: the floating-point arguments of
-                each module with parameters are cast to it. No casts if None.
+                each module with parameters are cast to it, but of BatchNorm. No casts if None.
             shard_types: Modules of these types are units: the parameters directly in them are sharded.
             bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
             **options: Of ``DataParallel``.
@@ -76,7 +76,7 @@ class FSDP(Replicated):
         check_module(module)
         self._bucket_mb, self.compute_dtype = bucket_mb, compute_dtype
         self._to_shard = _find_units(module, shard_types)
-        ids = {id(parameter) for one in self._to_shard for parameter in _direct(one).values()}
+        ids = {id(parameter) for one in self._to_shard for parameter in own_parameters(one).values()}
         self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
         self._sums, self._in_step = ShardSums(), list[Any]()
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
@@ -139,7 +139,7 @@ class FSDP(Replicated):
         self._units = [
             Unit(name, one, one in self._to_shard, self)
             for name, one in self.module.named_modules()
-            if one in self._to_shard or (_direct(one) and self.compute_dtype is not None)
+            if one in self._to_shard or (self.compute_dtype and own_parameters(one) and not isinstance(one, _BatchNorm))
         ]
         del self._to_shard
         super()._add_hooks()
@@ -198,20 +198,11 @@ class FSDP(Replicated):
         self._in_step = []
 
 
-def _direct(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
 def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
     """The modules to shard."""
-    direct = {one: _direct(one) for one in module.modules()}
+    direct = {one: own_parameters(one) for one in module.modules()}
     check_memory(module.parameters())
-    # MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it.
-    units = {
-        one
-        for one, parameters in direct.items()
-        if parameters and isinstance(one, shard_types) and not isinstance(one, NonDynamicallyQuantizableLinear)
-    }
+    units = {one for one, parameters in direct.items() if parameters and isinstance(one, shard_types)}
     if not units:
         names = ", ".join(kind.__name__ for kind in shard_types)
         raise ValueError(f"module (={type(module).__name__}) must have parameters in modules of shard_types (={names})")

@@ -91,17 +91,33 @@ def own_types():
 
 
 def multihead_attention():
-    """Its output layer is used without being called, so it must not be sharded."""
+    """Its output layer is used without being called: it is of the attention, also where that computes in a dtype."""
     torch.manual_seed(0)
-    module = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
-    alone = copy.deepcopy(module)
-    net = torchref.FSDP(module)
-    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
-    sharded = [name for name, p in module.named_parameters() if p.shape != alone.get_parameter(name).shape]
-    assert sharded == ["linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"]
-    torch.testing.assert_close(net(x), alone(x), rtol=0, atol=1e-12)  # float64
-    with torch.no_grad():  # torch's fast path sums otherwise
-        torch.testing.assert_close(net.eval()(x), alone.eval()(x), rtol=0, atol=1e-12)
+    attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    module = nn.Sequential(attention, nn.Flatten(), nn.Linear(24, 4, dtype=torch.float64), nn.BatchNorm1d(4).double())
+    x = torch.linspace(-9, 9, 96, dtype=torch.float64).view(4, 3, 8).cos()
+    kinds = (nn.MultiheadAttention, nn.Linear)
+    linear = ["0.linear1.weight", "0.linear1.bias", "0.linear2.weight", "0.linear2.bias", "2.weight", "2.bias"]
+    own = [f"0.self_attn.{one}" for one in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")]
+    # float64; torch's fast path, in evaluation, sums otherwise. bfloat16 has 8 bits, in some ten operations of up to 4.
+    for dtype, types, atol in ((None, kinds[1:], 1e-12), (None, kinds, 1e-12), (torch.bfloat16, kinds[1:], 0.2)):
+        alone = copy.deepcopy(module).to(torch.float32 if dtype else torch.float64)
+        x = x.to(alone[2].weight.dtype)
+        net = torchref.FSDP(copy.deepcopy(alone), dtype, types)
+        parameters = net.module.named_parameters()
+        sharded = [name for name, p in parameters if p.shape != alone.get_parameter(name).shape]
+        assert sharded == (linear if types == kinds[1:] else own + linear)
+        found, expected = net(x).to(x.dtype), alone(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        (found * x[:, 0, :4]).sum().backward()
+        (expected * x[:, 0, :4]).sum().backward()
+        net.finish_gradient_synchronization()
+        for name, p in net.module.named_parameters():
+            grad = alone.get_parameter(name).grad
+            grad = Cut(tuple(grad.shape), 2).local_shard(grad, dist.get_rank()) if name in sharded else grad
+            torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), grad, rtol=0, atol=atol)
+        with torch.no_grad():
+            torch.testing.assert_close(net.eval()(x).to(x.dtype), alone.eval()(x), rtol=0, atol=atol)
 
 
 def bad_input():
