@@ -106,16 +106,16 @@ def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: S
 def read_rows(folder: Path) -> list[Row]:
     """Reads the rows of a run; raises ValueError if there are none, or a line is no row."""
     path = folder / METRICS
-    if not path.is_file():
-        raise ValueError(f"run (={folder}) must be a folder with a file {METRICS}")
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and "check" in row:
                 rows.append(row)
         if len(rows) < number:
             raise ValueError(f"line {number} of {path} must be a row, a JSON object with a check")
+    if not rows:
+        raise ValueError(f"run (={folder}) must be a folder with rows in a file {METRICS}")
     return rows
 
 

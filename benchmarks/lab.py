@@ -31,7 +31,7 @@ import numpy as np
 
 _T = TypeVar("_T")
 
-MIN_HOSTS, MAX_HOSTS = 2, 8
+MIN_HOSTS, MAX_HOSTS, MAX_RATE_MBIT = 2, 8, 10_000
 BURST_BYTES = 256 * 1024  # sent at once by an idle end of a link
 _INTERFACE = "eth0"
 _PREFIX = "jaxddp-lab"
@@ -83,6 +83,8 @@ class Lab:
     def __init__(self, num_hosts: int, rate_mbit: float) -> None:
         if not MIN_HOSTS <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"hosts (={num_hosts}) must be at least {MIN_HOSTS} and at most {MAX_HOSTS}")
+        if rate_mbit > MAX_RATE_MBIT:
+            raise ValueError(f"rate_mbit (={rate_mbit:g}) must be at most {MAX_RATE_MBIT}")
         self.rate_mbit = rate_mbit
         name = f"{_PREFIX}.{os.getpid()}.{_start_time(os.getpid())}.{next(_serial)}"
         self._bridge = f"{name}.bridge"

@@ -26,6 +26,8 @@ def cases(options: Options) -> list[Case]:
     default = QUICK_RANKS if options.quick else NUM_RANKS
     most = choose_ranks(options.ranks, options.on, default=default)
     batch_size = options.batch_size or -(-BATCH // most.num) * most.num
+    if batch_size % most.num:
+        raise ValueError(f"batch_size (={batch_size}) must be a multiple of the most ranks (={most.num})")
     fewer = [2**power for power in range(most.num.bit_length()) if 2**power < most.num and not most.is_job]
     counts = [*fewer, most.num]
     modes = {(count, batch_size): ["strong"] for count in counts}
