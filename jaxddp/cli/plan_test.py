@@ -15,7 +15,7 @@ KEYS = set(
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
     "traffic_bytes_per_step best_split tokens devices".split()
 )
-CUSTOM = "--model custom --width 64 --hidden 256 --layers 2"
+CUSTOM = "--model custom --width 64 --hidden 256 --layers 2 --vocab 100 --heads 4 --context 16"
 
 
 def planned(arguments, capsys):
@@ -33,8 +33,7 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
     assumed = default["assumptions"]
     assert (assumed["passes"], assumed["overlapped_axes"], assumed["ring_factors"]) == ("forward", False, False)
     assert (assumed["flops_per_s"], assumed["link_gb_per_s"]) == (4.6e14, 180)
-    other = "--model custom --width 1024 --hidden 4096 --layers 8"  # has no grid of its own
-    assert planned(other, capsys) == planned(f"{other} --target v5p:64 --tp 1", capsys)
+    assert planned(CUSTOM, capsys) == planned(f"{CUSTOM} --target v5p:64 --tp 1", capsys)  # has no grid of its own
 
 
 @pytest.mark.parametrize(
@@ -58,10 +57,8 @@ def test_named_transformers_have_their_parameters_and_sequences(capsys):
 
 def test_shapes_and_machines_by_hand(capsys):
     found = planned(f"{CUSTOM} --target h100:4 --memory-gb 0.0001 --latency-us 0", capsys)
-    assert found["params"] == 2 * 64 * 256 * 2 and not found["fits"]
+    assert found["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64 and not found["fits"]
     assert found["bytes_per_device"]["available"] == 100_000 and found["buckets"] is None
-    whole = f"{CUSTOM} --vocab 100 --heads 4 --context 16 --target h100:4"
-    assert planned(whole, capsys)["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64
     slow = planned("--model xl --target h100:2x8 --host-link-gb-per-s 1", capsys)
     assert slow["min_tokens"] > 10 * planned("--model xl --target h100:2x8", capsys)["min_tokens"]
 
@@ -89,16 +86,16 @@ def test_precision_stage_and_accumulation(capsys):
 
 BAD_INPUT = {
     "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
-    "--model custom --width 3": "--model custom needs --hidden, --layers as well",
+    "--model custom --width 3": "--model custom needs vocab, context, num_layers, num_heads, hidden as well",
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be a multiple of sequence length x data ranks x ",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
-    "--attention flash": "--attention must come with a transformer, not with feed-forward blocks",
+    "--attention flash": "attention must come with a transformer, not with xxl",
+    "--flops-per-s 5e-324": "Out of range float values are not JSON compliant",
     "--checkpointing some": "argument --checkpointing: invalid choice: 'some'",
-    "--host-link-gb-per-s 5": "host_gb_per_s (=5.0) must be left out for 'v5p:64', which is one torus",
-    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with --network-file",
+    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s and latency_us must be left out with ",
 }
 
 

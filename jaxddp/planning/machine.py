@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arguments import check_positive
-from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, is_measured, measured
+from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
 from . import chips
 from .chips import Target
 from .formulas import DeviceRates
@@ -42,18 +42,16 @@ def network_of(
     if target.num_hosts > 1 and target.platform == "gpu":
         between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
         per_host = target.devices_per_host
-    if chip.is_measured and is_measured(chip.name) and gb_per_s is latency_us is file is None:
+    if chip.is_measured and gb_per_s is latency_us is file is None:
         file = "measured"
     if file is None:
         speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
-    for name, value in (("gb_per_s", gb_per_s), ("latency_us", latency_us)):
-        if value is not None:
-            raise ValueError(f"{name} (={value:g}) must be left out with --network-file: it has the times")
+    if gb_per_s is not None or latency_us is not None:
+        raise ValueError("gb_per_s and latency_us must be left out with --network-file: it has the times")
     name, _, fabric = file.partition(":")
     if name == "measured":
-        found = measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
-        return replace(found, devices_per_host=per_host)
+        return measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
     return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
 
 
@@ -64,7 +62,7 @@ def network_in_words(target: Target, network: Network) -> str:
     else:
         origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
-    if network.host_gb_per_s is None:
+    if network.host_gb_per_s is None or network.fabric:
         return within
     origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
@@ -114,8 +112,6 @@ def cluster_of(
     """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    if target.platform == "tpu" and (given := network.get("host_gb_per_s")) is not None:
-        raise ValueError(f"host_gb_per_s (={given}) must be left out for {target.spec!r}, which is one torus")
     if gb_per_s is None and network.get("file") is None:
         gb_per_s = _BOOK_GB_PER_S.get(chip.name)
     found = network_of(target, gb_per_s, **network)
