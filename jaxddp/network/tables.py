@@ -1,7 +1,6 @@
 """Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,16 +31,14 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
-    parts = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", str(spec))
-    if parts is None:
-        raise ValueError(f"spec (={spec!r}) must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
-    chip, hosts, devices = parts.groups()
+    chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
         raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {', '.join(known)}")
+    *hosts, devices = map(int, count.split("x"))
     network = _of_times(*_times_of_chip(chip, without_own))
     if fabric:
         table = _measurements()["fabrics"].get(fabric)
-        if table is None or (chip, int(devices)) != (table["chip"], table["devices_per_host"]):
+        if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
             raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
         if host_gb_per_s is not None:
             raise ValueError(
@@ -49,9 +46,9 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
             )
         source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
         network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
-    if hosts not in (None, "1") and host_gb_per_s is None:
+    if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
-    return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=int(devices))
+    return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
 
 
 def from_file(path: str | Path) -> Network:

@@ -86,15 +86,6 @@ _IN_2D = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256:
 _TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
 
 
-def chip_of(device_kind: str) -> Chip:
-    """Gives the chip that a driver or JAX calls so; raises a ValueError if its numbers are not known."""
-    for chip in CHIPS.values():
-        if device_kind in chip.device_kinds:
-            return chip
-    known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
-    raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
-
-
 @dataclass
 class Target:
     """Devices that programs are compiled for."""

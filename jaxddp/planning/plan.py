@@ -61,13 +61,11 @@ class TrainingJob:
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
             optimizer = self.held.optimizer - FP32.parameter
             self.held = self.held._replace(parameter=FP32.parameter, optimizer=optimizer)
-        rule = "at least" if self.sequence_length == 1 else "a multiple of"
-        is_multiple = self.sequence_length == 1 or (self.tokens or 0) % self.pieces == 0
-        if self.tokens is not None and not (self.tokens >= self.pieces and is_multiple):
-            raise ValueError(
-                f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
-                f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
-            )
+        tokens = self.tokens or self.pieces
+        if tokens < self.pieces or (self.sequence_length > 1 and tokens % self.pieces):
+            factors = f"{self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1}"
+            rule = f"sequence length x data ranks x accumulation steps (={factors}), and in sequences a multiple"
+            raise ValueError(f"tokens (={tokens}) must be at least {rule}")
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
@@ -120,11 +118,11 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "latency_us": network.latency_us,
             "network_source": network.source,
         },
-        "notes": _notes(job, total, num_microbatches),
+        "notes": _notes(job, total),
     }
 
 
-def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[str]:
+def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
     torus, found = job.cluster.torus, []
     if torus and not job.cluster.axes(*job.ranks[:2])[1]:
         found.append(
@@ -135,8 +133,6 @@ def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
     if total_bytes > (pool := job.cluster.target.chip.pool_bytes) and not torus:
         found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
-    if job.gathers and num_microbatches > 1:
-        found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     return found
 
 
