@@ -169,7 +169,6 @@ def test_a_plan_is_json_and_agrees_with_itself(name):
         ("too large", "accumulation steps none"),
         ("too large", "Note: JAX takes 60.00 GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."),
         ("no batch", "min tokens none"),
-        ("no batch", "Note: groups of 2 and 32 are not products of whole axes of 4x4x4: "),
         ("alone", "buckets none"),
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
     ],

@@ -1,13 +1,12 @@
 """Networks of targets, and a cluster as the planner sees it: what a device computes and holds, what each group sends.
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
-of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. A v5p has the numbers of the scaling book (https://jax-ml.github.io/scaling-book/tpus): 4.6e14
-FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
+of ``Network``. TPUs: a slice is a torus with links in both directions. Tensor-parallel ranks have one of its axes, all
+others the rest, and a group over M axes sends M times what one does. A v5p has the numbers of the scaling book
+(https://jax-ml.github.io/scaling-book/tpus): 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9
+for three axes.
 """
 
-import itertools
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,22 +78,11 @@ class Cluster(NamedTuple):
     torus: tuple[int, ...]  # sides; empty on GPUs
     is_by_hand: bool  # whether the peak was given
 
-    def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
-        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes."""
-        groups = [fsdp, tp, self.target.num_devices // (fsdp * tp)]
-        for kinds in itertools.product(range(3), repeat=len(self.torus)):
-            sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
-            if [math.prod(each) for each in sides] == groups:
-                # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
-                over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
-                return (over_fsdp, over_tp, over_dp), True
-        return (3 if tp == 1 else 2, 1, 1), False  # FSDP has two and TP one, or FSDP alone all three
-
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
         link = self.network.gb_per_s * GB
-        if self.torus:
-            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[0]))
+        if self.torus:  # tensor parallelism has one of its axes, all else the others
+            return DeviceRates(self.flops_per_s, max(1, len(self.torus) - (tp > 1)) * link, link)
 
         def rate(group: range) -> float:
             if len(group) < 2:
@@ -112,8 +100,10 @@ def cluster_of(
     """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    if gb_per_s is None and network.get("file") is None:
-        gb_per_s = _BOOK_GB_PER_S.get(chip.name)
+    sides = target.topology.split("x") if target.platform == "tpu" else ()
+    torus = tuple(int(side) for side in sides if int(side) > 1)
+    if torus and gb_per_s is None and network.get("file") is None:
+        gb_per_s = _BOOK_GB_PER_S.get(chip.name, chip.link_gb_per_s / len(sides))
     found = network_of(target, gb_per_s, **network)
     if memory_bytes is not None:
         check_positive("memory_bytes", memory_bytes)
@@ -125,7 +115,5 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    sides = target.topology.split("x") if target.platform == "tpu" else ()
-    torus = tuple(int(side) for side in sides if int(side) > 1)
     is_by_hand = flops_per_s is not None
     return Cluster(replace(target, chip=chip), found, dtype, key, chip.flops_per_s[key], torus, is_by_hand)

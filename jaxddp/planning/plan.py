@@ -124,11 +124,6 @@ def plan(job: TrainingJob) -> dict[str, Any]:
 
 def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
     torus, found = job.cluster.torus, []
-    if torus and not job.cluster.axes(*job.ranks[:2])[1]:
-        found.append(
-            f"groups of {job.fsdp} and {job.tp} are not products of whole axes of {'x'.join(map(str, torus))}: the "
-            "number of axes of each is assumed"
-        )
     if any(side < 4 for side in torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
     if total_bytes > (pool := job.cluster.target.chip.pool_bytes) and not torus:
