@@ -183,14 +183,16 @@ def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         if len(some) < 3:
             continue
         common = {"table": FITS} | dict(zip(keys, of_sweep, strict=True))
+        sizes, times = (np.array([row[name] for row in some]) for name in ("size_bytes", "median_ms"))
         try:
-            found = fit_sweep([row["size_bytes"] for row in some], [row["median_ms"] * 1e-3 for row in some])
+            latency_s, bytes_per_s = fit_sweep(sizes, times * 1e-3)
         except ValueError:
             yield common | {"check": "poor: times do not grow with sizes"}
             continue
-        rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
+        fitted_ms = (latency_s + sizes / bytes_per_s) * 1e3
+        rate, worst = bytes_per_s / GB, float(np.max(np.abs(fitted_ms / times - 1)))
         yield common | {
-            "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
+            "alpha_us": latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
             "bus_gb_per_s": rates(common["collective"], 10**9, 1 / rate, common["num_ranks"])[1],
             "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
         }  # fmt: skip

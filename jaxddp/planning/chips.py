@@ -45,10 +45,8 @@ def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: f
 
 
 _HOPPER, _BLACKWELL = _peaks(494.7, 989.4, 1978.9, 66.9, 66.9), _peaks(1250, 2500, 5000, 80, 40)
-_AMPERE = _peaks(156, 312, 624, 19.5, 19.5)
-del _AMPERE["float8"]
-_ULTRA = _BLACKWELL | {"float64": 1.3}
-del _ULTRA["int8"]
+_AMPERE = {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312, "int8": 624, "float64": 19.5}
+_ULTRA = {"float32": 80, "tf32": 1250, "bfloat16": 2500, "float16": 2500, "float8": 5000, "float64": 1.3}
 _V7X = {"bfloat16": 2307.0, "float8": 4614.0}
 
 # Names; peaks in TFLOP/s; memory in TB/s and GB; GB/s within and between hosts; devices of a host.

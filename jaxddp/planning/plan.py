@@ -156,15 +156,12 @@ def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Bucket
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call."""
-    # It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
-    # the whole, is all-reduced over the R replicas.
-    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
-    shared, part = (1, job.fsdp) if job.stage else (2, 1)
-    seconds_per_byte = shared * ring(job.fsdp) / rates.fsdp_bytes_per_s
-    seconds_per_byte += 2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)
-    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
-    rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
-    return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
+    # Reduce-scattered over all ranks with other tokens, at stage 0 all-reduced, which is twice that.
+    halves, ring = 1 if job.stage else 2, job.assumptions.ring(job.num_data_ranks)
+    if not ring:
+        return math.inf, 0.0
+    bytes_per_s = job.cluster.rates(job.num_data_ranks, job.tp).fsdp_bytes_per_s
+    return bytes_per_s / (halves * ring), halves * job.cluster.network.latency_us * 1e-6 / 2
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
