@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
-from ..planning.chips import CHIPS
 from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
 from . import environment
@@ -123,9 +122,7 @@ def _gpu_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
     for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
-        chips = [chip.name for chip in CHIPS.values() if name in chip.device_kinds]
-        simulated = f"{chips[0]} in inspect and plan" if chips else "not known to inspect and plan"
-        yield Line("GPUs", f"{count} x {name}, driver {driver}, {simulated}")
+        yield Line("GPUs", f"{count} x {name}, driver {driver}")
 
 
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:

@@ -47,7 +47,7 @@ def test_a_machine_on_which_all_is_well(machine):
     lines = machine(libraries={"nvidia-nccl-cu13": "2.29.7"})
     assert wrong(lines) == []
     said = {line.subject: line.found for line in lines}
-    assert said["GPUs"] == f"8 x {H100}, driver 580.65.06, h100 in inspect and plan"
+    assert said["GPUs"] == f"8 x {H100}, driver 580.65.06"
     assert said["jaxddp"].endswith(" 16 of 208 cores for this process")
     assert said["JAX"] == f"0.10.2 on 8 x {H100}"
     assert said["torch"] == f"2.13.0 on 8 x {H100}"

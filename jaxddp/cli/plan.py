@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default=XXL, metavar="NAME", help="xxl, a named transformer (small, medium, large, xl, seed_xl, "
-        "...), or custom (default: %(default)s)")  # fmt: skip
+    add("--model", default=XXL, choices=(XXL, CUSTOM, *SIZES), metavar="NAME", help="xxl, custom, or a transformer: "
+        f"{', '.join(SIZES)} (default: %(default)s)")  # fmt: skip
     for name in _SHAPE:
         shape = name.removeprefix("num_")
         add(f"--{shape}", dest=name, type=int, metavar="N", help=f"{shape} of a transformer; all of --model custom")
@@ -47,10 +47,11 @@ def add_parser(commands: Any) -> None:
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="of products, activations and communication (default: "
         "%(default)s)")  # fmt: skip
-    add("--attention", choices=("full", "flash"), help="full: keeps the weights of the whole square; flash: computes "
-        "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
-    add("--checkpointing", choices=("none", "selective", "full"), help="selective: the backward computes all "
-        "but attention and every second product again; full: the whole block (default: none)")  # fmt: skip
+    add("--attention", default="full", choices=("full", "flash"), help="full: keeps the weights of the whole square; "
+        "flash: computes what a causal mask leaves, and keeps none (default: %(default)s)")  # fmt: skip
+    add("--checkpointing", default="none", choices=("none", "selective", "full"), help="selective: the backward "
+        "computes all but attention and every second product again; full: the whole block (default: %(default)s)"
+        )  # fmt: skip
     add("--precision", default="fp32", choices=_STATES, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or with 4 more to accumulate gradients (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead")
@@ -122,20 +123,15 @@ def _job(arguments: argparse.Namespace) -> TrainingJob:
 
 def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:
     """The model's counts, and the tokens of a sequence."""
-
-    def given_of(*names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-    how, sizes = given_of("attention", "checkpointing"), given_of(*_SHAPE)
+    sizes = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
+    is_flash, checkpointing = arguments.attention == "flash", arguments.checkpointing
     if arguments.model == XXL:
-        if how or sizes:
-            raise ValueError(f"{', '.join(how | sizes)} must come with a transformer, not with xxl")
+        if sizes or is_flash or checkpointing != "none":
+            raise ValueError("sizes, attention and checkpointing must come with a transformer, not with xxl")
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
-    if arguments.model in SIZES:
+    if arguments.model != CUSTOM:
         sizes = asdict(SIZES[arguments.model]) | sizes
-    elif arguments.model != CUSTOM:
-        raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
-    if missing := [name for name in _SHAPE if name not in sizes]:
+    if missing := [f"--{name.removeprefix('num_')}" for name in _SHAPE if name not in sizes]:
         raise ValueError(f"--model custom needs {', '.join(missing)} as well")
     config = TransformerConfig(**sizes)
-    return transformer(**asdict(config), **how), config.context
+    return transformer(**asdict(config), is_flash=is_flash, checkpointing=checkpointing), config.context

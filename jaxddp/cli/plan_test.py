@@ -87,14 +87,14 @@ def test_precision_stage_and_accumulation(capsys):
 
 
 BAD_INPUT = {
-    "--model toy": "unknown model 'toy': one of xxl, custom, tiny, ",
-    "--model custom --width 3": "--model custom needs vocab, context, num_layers, num_heads, hidden as well",
+    "--model toy": "argument --model: invalid choice: 'toy' (choose from",
+    "--model custom --width 3": "--model custom needs --vocab, --context, --layers, --heads, --hidden as well",
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
     "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks x ",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
-    "--attention flash": "attention must come with a transformer, not with xxl",
+    "--attention flash": "sizes, attention and checkpointing must come with a transformer, ",
     "--flops-per-s 5e-324": "Out of range float values are not JSON compliant",
     "--checkpointing some": "argument --checkpointing: invalid choice: 'some'",
     "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s and latency_us must be left out with ",
