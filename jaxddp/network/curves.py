@@ -81,8 +81,6 @@ class Network:
 
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds to transfer the bytes of one collective by the two numbers, without latency; 0 for a group of one."""
-        if len(group) < 2:
-            return 0.0
         within, between = self.sent_bytes(kind, num_bytes, group)
         levels = within / (self.gb_per_s * GB), between / self._host_bytes_per_s
         return max(levels) if kind in _DIRECT else sum(levels)

@@ -69,7 +69,7 @@ class TrainingJob:
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
-    """Plans a job, for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
+    """Plans a job, for ``json.dumps``: tokens rounded up, missing answers None."""
     workload, cluster, chip, network = job.workload, job.cluster, job.cluster.target.chip, job.cluster.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
@@ -97,9 +97,9 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "min_devices": min_devices,
         "compute_bound": tokens >= least * (num_microbatches if job.gathers else 1),
         "bytes_per_device": {
-            **{name: _whole(num_bytes) for name, num_bytes in held.items()},
-            "total": _whole(total),
-            "available": _whole(chip.memory_bytes),
+            **{name: round(num_bytes) for name, num_bytes in held.items()},
+            "total": round(total),
+            "available": chip.memory_bytes,
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
@@ -129,11 +129,6 @@ def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
     if total_bytes > (pool := job.cluster.target.chip.pool_bytes) and not torus:
         found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     return found
-
-
-def _whole(num_bytes: float) -> int:
-    """Rounds up, ignoring floating-point noise on a whole number."""
-    return math.ceil(num_bytes * (1 - 1e-12))
 
 
 def _best_split(job: TrainingJob) -> dict[str, int]:
@@ -172,7 +167,7 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> in
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     units = gradients * element_bytes + parameters * param_bytes
-    return _whole(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
+    return round(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
