@@ -89,8 +89,9 @@ def examine() -> Iterator[Line]:
     for framework in _ASK:
         yield _framework_line(framework, ask(framework), len(gpus))
     libraries = environment.cuda_libraries()
-    if libraries:
-        yield Line("libraries", ", ".join(f"{name} {version}" for name, version in libraries.items()))
+    yield Line(
+        "libraries", ", ".join(f"{name} {version}" for name, version in libraries.items()) or "no wheels of CUDA"
+    )
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
         if len(owners := [name for name in libraries if library in name]) > 1:
             yield Line("libraries", f"{' and '.join(owners)} own one file", "install .[cuda12] or .[cuda13] anew", FAIL)
@@ -146,10 +147,7 @@ def _job_line() -> Line:
         chosen = job and job.local_devices(len(visible_gpus()))
     except ValueError as error:
         return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
-    if job is None:
-        here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
-        return Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
-    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
+    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process")
 
 
 def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
