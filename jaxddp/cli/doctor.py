@@ -89,9 +89,8 @@ def examine() -> Iterator[Line]:
     for framework in _ASK:
         yield _framework_line(framework, ask(framework), len(gpus))
     libraries = environment.cuda_libraries()
-    yield Line(
-        "libraries", ", ".join(f"{name} {version}" for name, version in libraries.items()) or "no wheels of CUDA"
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
+    yield Line("libraries", versions or "no wheels of CUDA")
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
         if len(owners := [name for name in libraries if library in name]) > 1:
             yield Line("libraries", f"{' and '.join(owners)} own one file", "install .[cuda12] or .[cuda13] anew", FAIL)

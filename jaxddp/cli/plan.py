@@ -58,9 +58,7 @@ def add_parser(commands: Any) -> None:
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
     hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
-    hardware(
-        "--peaks", action="store_true", help="published peaks of products, memory and, without --network-file, links"
-    )
+    hardware("--peaks", action="store_true", help="published peaks of products, memory and, without a file, links")
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware("--link-gb-per-s", dest="gb_per_s", type=float, metavar="GB", help="10^9 bytes per second that a device "
              "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
