@@ -41,9 +41,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
         if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
             raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
         if host_gb_per_s is not None:
-            raise ValueError(
-                f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has the times"
-            )
+            raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
         source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
         network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
     if hosts not in ([], [1]) and host_gb_per_s is None:
