@@ -94,14 +94,14 @@ def fit_costs(probes_ms: Mapping[str, Sequence[float]], baselines_ms: Sequence[S
     medians_s = {label: float(np.median(times)) / 1e3 for label, times in probes_ms.items()}
     sent = {int(label.split()[-1]): one for label, one in medians_s.items() if label.startswith("all-reduce")}
     sizes = sorted(sent)
-    fit = fit_sweep(sizes, [sent[size] / NUM_PROBED for size in sizes])
+    latency_s, bytes_per_s = fit_sweep(sizes, [sent[size] / NUM_PROBED for size in sizes])
     # Started at once, a of computing and b of communicating take |a - b| + min(a, b) / rate.
     alone = medians_s[FORWARD_BACKWARD], sent[sizes[-2]]
     shared_s = medians_s[AT_ONCE] - (max(alone) - min(alone))
     if shared_s <= 0:
         raise ValueError(f"both at once take {medians_s[AT_ONCE]:.3g} s, less than {max(alone) - min(alone):.3g}")
     alone_s = float(np.median(np.concatenate([np.asarray(times) for times in baselines_ms]))) / 1e3
-    return Costs(alone_s, alone[0], max(0.0, fit.latency_s), fit.bytes_per_s, min(1.0, min(alone) / shared_s))
+    return Costs(alone_s, alone[0], max(0.0, latency_s), bytes_per_s, min(1.0, min(alone) / shared_s))
 
 
 def predict(buckets: Sequence[Sequence[Sequence[Any]]], shares: Mapping[str, float], costs: Costs) -> float:

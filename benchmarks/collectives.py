@@ -101,18 +101,15 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
 
 def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
     """A row for each size of what nccl-tests printed; raises ValueError if it is no such output, OSError if unread."""
-    for output in nccl_tests.read_file(path):
-        for line in output.lines:
-            # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
-            algbw, busbw = rates(output.collective, line.num_bytes, line.time_us * 1e-6, len(output.gpus))
-            num_wrong = output.num_wrong or line.num_wrong
-            yield {
-                "framework": NCCL_TESTS, "backend": "NCCL", "device": next(iter(output.gpus.values())) or "GPU",
-                "num_ranks": len(output.gpus), "collective": output.collective, "asked_bytes": line.num_bytes,
-                "size_bytes": line.num_bytes, "dtype": DTYPES.get(line.dtype, line.dtype),
-                "in_a_row_us": line.time_us, "algbw_gb_per_s": algbw, "busbw_gb_per_s": busbw,
-                "check": f"{WRONG}{num_wrong} values" if num_wrong else "ok",
-            }  # fmt: skip
+    for line in nccl_tests.read_file(path):
+        # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
+        algbw, busbw = rates(line.collective, line.num_bytes, line.time_us * 1e-6, line.num_ranks)
+        yield {
+            "framework": NCCL_TESTS, "backend": "NCCL", "device": line.device or "GPU", "num_ranks": line.num_ranks,
+            "collective": line.collective, "asked_bytes": line.num_bytes, "size_bytes": line.num_bytes,
+            "dtype": DTYPES.get(line.dtype, line.dtype), "in_a_row_us": line.time_us, "algbw_gb_per_s": algbw,
+            "busbw_gb_per_s": busbw, "check": f"{WRONG}{line.num_wrong} values" if line.num_wrong else "ok",
+        }  # fmt: skip
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
@@ -186,14 +183,16 @@ def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         if len(some) < 3:
             continue
         common = {"table": FITS} | dict(zip(keys, of_sweep, strict=True))
+        sizes, times = (np.array([row[name] for row in some]) for name in ("size_bytes", "median_ms"))
         try:
-            found = fit_sweep([row["size_bytes"] for row in some], [row["median_ms"] * 1e-3 for row in some])
+            latency_s, bytes_per_s = fit_sweep(sizes, times * 1e-3)
         except ValueError:
             yield common | {"check": "poor: times do not grow with sizes"}
             continue
-        rate, worst = found.bytes_per_s / GB, float(np.max(np.abs(found.residuals)))
+        fitted_ms = (latency_s + sizes / bytes_per_s) * 1e3
+        rate, worst = bytes_per_s / GB, float(np.max(np.abs(fitted_ms / times - 1)))
         yield common | {
-            "alpha_us": found.latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
+            "alpha_us": latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
             "bus_gb_per_s": rates(common["collective"], 10**9, 1 / rate, common["num_ranks"])[1],
             "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
         }  # fmt: skip

@@ -70,7 +70,7 @@ def run_of(row: Row) -> Run:
     workload = transformer(
         model.get("vocab") or model["classes"], model["seq_len"], model["d_model"], model["layers"], model["heads"],
         model["ffn_hidden"],
-        attention="flash" if "flash" in str(row.get("attention")) else "full",
+        is_flash="flash" in str(row.get("attention")),
         checkpointing=checkpointing if checkpointing in ("selective", "full") else "none",
         kv_heads=model["kv_heads"], num_matrices=3 if "SwiGLU" in model["ffn_type"] else 2,
         is_tied=bool(model.get("tied_embeddings")), is_causal=model["family"] == "decoder LM",

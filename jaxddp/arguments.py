@@ -3,9 +3,7 @@
 import contextlib
 import math
 import operator
-import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 
@@ -49,18 +47,6 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} (={_short(value)}) must be a positive finite number")
 
 
-def check_axis(axis: Any) -> None:
-    """Refuses what is not the name of a mesh axis."""
-    if not isinstance(axis, str) or not axis:
-        raise ValueError(f"axis (={_short(axis)}) must be the name of a mesh axis")
-
-
-def check_path(name: str, path: Any, wanted: str = "the path of a file") -> None:
-    """Refuses what is no path, and an empty one, which would be the current folder."""
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ValueError(f"{name} (={_short(path)}) must be {wanted}")
-
-
 def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
     """Refuses leaves of a tree, by their names, that are no arrays."""
     for leaf_name, leaf in leaves.items():
@@ -70,18 +56,15 @@ def check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
 
 def check_root(root: int, num_ranks: int) -> None:
     """Refuses what is not the number of a rank."""
-    if isinstance(root, bool) or not isinstance(root, Integral) or not 0 <= root < num_ranks:
+    if root not in range(num_ranks):
         raise ValueError(f"root (={root!r}) must be at least 0 and below num_ranks (={num_ranks}), an integer")
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
-    """Refuses what are no pairs of ranks to send along."""
-    is_listed = isinstance(pairs, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs)
-    ranks = [rank for pair in pairs for rank in pair] if is_listed else [None]
-    if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for rank in ranks):
-        raise ValueError(f"pairs (={pairs!r}) must be a sequence of pairs of integers, (from rank, to rank)")
+    """Refuses pairs, of a rank that sends and one that receives, in which a rank is unknown or does either twice."""
+    check_kind("pairs", pairs, Sequence, "a sequence of pairs, (from rank, to rank)")  # iterators end after one pass
     for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
-        if not all(0 <= rank < num_ranks for rank in ranks):
+        if not all(rank in range(num_ranks) for rank in ranks):
             raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")

@@ -10,7 +10,6 @@ from flax import nnx
 import jaxddp
 from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.checkpoint.weights import load_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.comparison_test import refusal
@@ -82,10 +81,8 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "atol":
         lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
     "loss of from_nnx": lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value),
-    "a file of weights": load_weights,
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),
     "process_id": lambda value: jaxddp.start_process("127.0.0.1:1", 1, value),
-    "a directory": Checkpoints,
     "warn": lambda value: Checkpoints("here", warn=value),
     "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
@@ -125,9 +122,8 @@ def test_a_collective_names_its_axis_and_its_array(collective):
     ("call", "rule"),
     [
         (lambda x: broadcast(x, "data", 1.5), "root (=1.5) must be at least 0 and below num_ranks (=2), an integer"),
-        (lambda x: reduce(x, "data", True), "root (=True) must be at least 0 and below num_ranks (=2), an integer"),
-        (lambda x: send_recv(x, "data", [0, 1]), " of integers, (from rank, to rank)"),
-        (lambda x: send_recv(x, "data", [(0, True)]), " of integers, (from rank, to rank)"),
+        (lambda x: reduce(x, "data", 2), "root (=2) must be at least 0 and below num_ranks (=2), an integer"),
+        (lambda x: send_recv(x, "data", [(0, 0.5)]), "must name ranks from 0 to below num_ranks (=2)"),
         *((lambda x, value=value: jaxddp.sync_gradients({}, jaxddp.plan_buckets([]), "data", denominator=value),
            "must be a positive finite number") for value in (0, float("inf"), True)),
     ],

@@ -238,7 +238,6 @@ def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
 
 def test_bad_input(tmp_path, trainer):
     assert "keep (=0) must be a positive integer" in refusal(Checkpoints, tmp_path, keep=0)
-    assert "directory (='') must be the path of a folder" in refusal(Checkpoints, "")
     assert "must be a folder, it is a file" in refusal(Checkpoints, __file__)
     assert "no checkpoint in " in refusal(Checkpoints(tmp_path).restore, trainer, {})
     with Checkpoints(tmp_path) as checkpoints:

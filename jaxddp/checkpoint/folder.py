@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from ..arguments import check_function, check_integer, check_path
+from ..arguments import check_function, check_integer
 
 T = TypeVar("T")
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
@@ -58,7 +58,6 @@ class CheckpointFolder(abc.ABC):
         """
         check_function("warn", warn, "a function of a line")
         self._keep, self._warn = check_integer("keep", keep), warn
-        check_path("directory", directory, "the path of a folder")
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
-from ..planning.chips import CHIPS, chip_of
 from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
 from . import environment
@@ -20,28 +19,26 @@ from . import environment
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0
 _GIB = 2**30
-_OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
+_DRIVER = Path("/proc/driver/nvidia/version")
 _ASK = {
     "JAX": """
-import json
-from jaxddp.plugins import cuda_plugins, devices, import_jax
+from jaxddp.plugins import devices, import_jax
 import_jax()
 import jax
 kinds = [device.device_kind for device in devices()]
-cuda = [int(name.removeprefix("xla_cuda")) for name in cuda_plugins()]
-print(json.dumps({"version": jax.__version__, "platform": jax.default_backend(), "devices": kinds, "cuda": cuda}))
+version, platform = jax.__version__, jax.default_backend()
 """,
     "torch": """
-import json
 import torch
-from jaxddp.cli.environment import cuda_libraries
-count = torch.cuda.device_count()
-kinds = [torch.cuda.get_device_name(index) for index in range(count)] if torch.cuda.is_available() else []
-cuda = [int(torch.version.cuda.split(".")[0])] if torch.version.cuda else []
-found = {"version": torch.__version__, "platform": "gpu" if kinds else "cpu", "devices": kinds or ["cpu"], "cuda": cuda}
-print(json.dumps(found | {"libraries": cuda_libraries()}))
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+kinds = [torch.cuda.get_device_name(index) for index in range(count)] or ["cpu"]
+version, platform = torch.__version__, "gpu" if count else "cpu"
 """,
 }
+_PRINT = """
+import json
+print(json.dumps({"version": version, "platform": platform, "devices": kinds}))
+"""
 _OVERRIDES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "torch multiplies float32 in TF32 whatever a program asks for: unset it",
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
@@ -87,12 +84,16 @@ def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
     cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
     yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
-    gpus, driver = environment.gpus(), environment.driver_version()
-    yield from _gpu_lines(gpus, driver)
+    gpus = environment.gpus()
+    yield from _gpu_lines(gpus)
     for framework in _ASK:
-        yield _framework_line(framework, ask(framework), len(gpus), driver)
-    for owners, file in environment.shared_libraries().items():
-        yield Line("libraries", f"{' and '.join(owners)} both own {file}", "install .[cuda12] or .[cuda13] anew", FAIL)
+        yield _framework_line(framework, ask(framework), len(gpus))
+    libraries = environment.cuda_libraries()
+    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
+    yield Line("libraries", versions or "no wheels of CUDA")
+    for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
+        if len(owners := [name for name in libraries if library in name]) > 1:
+            yield Line("libraries", f"{' and '.join(owners)} own one file", "install .[cuda12] or .[cuda13] anew", FAIL)
     if len(plugins := cuda_plugins()) > 1:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
         yield Line("libraries", " and ".join(plugins), advice, FAIL)
@@ -105,7 +106,7 @@ def examine() -> Iterator[Line]:
 
 def ask(framework: str) -> dict[str, Any] | str:
     """What a framework reports about itself, in a process that ends with the answer; the error if there is none."""
-    command = [sys.executable, "-c", _ASK[framework]]
+    command = [sys.executable, "-c", _ASK[framework] + _PRINT]
     counts_only = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others may use the GPUs meanwhile
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=counts_only)
@@ -116,32 +117,24 @@ def ask(framework: str) -> dict[str, Any] | str:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _gpu_lines(gpus: list[environment.Gpu], driver: str | None) -> Iterator[Line]:
-    yield Line("driver", f"NVIDIA {driver}" if driver else "unknown" if gpus else "no NVIDIA driver")
-    if driver and not gpus:
+def _gpu_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
+    if not gpus and _DRIVER.exists():
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
-    for name, count in Counter(gpu.name for gpu in gpus).items():
-        try:
-            yield Line("GPUs", f"{count} x {name}, {chip_of(name).name} in inspect and plan")
-        except ValueError:
-            yield Line("GPUs", f"{count} x {name}", f"not simulated: its numbers are none of {', '.join(CHIPS)}", NOTE)
+    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
+        yield Line("GPUs", f"{count} x {name}, driver {driver}")
 
 
-def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int, driver: str | None) -> Line:
-    major = int(driver.split(".")[0]) if driver else 0
-    fitting = f"install .[cuda{max((cuda for cuda, oldest in _OLDEST_DRIVER.items() if major >= oldest), default=12)}]"
+def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
             return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
         return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
-    found, cuda = answer["devices"], max(answer["cuda"], default=0)
-    libraries = "".join(f", {name} {version}" for name, version in answer.get("libraries", {}).items())
-    said = f"{answer['version']} on {len(found)} x {found[0]}{libraries}"
+    found = answer["devices"]
+    said = f"{answer['version']} on {len(found)} x {found[0]}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        is_old = major < _OLDEST_DRIVER.get(cuda, 0)
-        needs = f"CUDA {cuda} needs a driver from {_OLDEST_DRIVER.get(cuda)} on"
-        return Line(framework, said, f"{needs if is_old else f'it finds none of {num_gpus} GPUs'}: {fitting}", FAIL)
+        install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
+        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {install}", FAIL)
     if answer["platform"] == "gpu" and len(found) < num_gpus:
         return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
     return Line(framework, said)
@@ -153,20 +146,14 @@ def _job_line() -> Line:
         chosen = job and job.local_devices(len(visible_gpus()))
     except ValueError as error:
         return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
-    if job is None:
-        here = [name for name in ("srun", "mpirun", "torchrun") if shutil.which(name)]
-        return Line("job", f"none, one process; installed: {', '.join(here) or 'no launcher'}")
-    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU"))
+    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process")
 
 
 def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
     yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
-    shared = Path("/dev/shm")
-    if shared.exists():
-        free_bytes = shutil.disk_usage(shared).free
-        small = len(gpus) > 1 and free_bytes < _GIB
-        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more" if small else ""
-        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of {shared} free", advice, NOTE if small else OK)
+    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
+        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
+        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free", advice, NOTE)
     for gpu in gpus:
         if gpu.free_bytes < 0.9 * gpu.memory_bytes:
             free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"

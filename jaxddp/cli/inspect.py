@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
         "folder of python -m benchmarks collectives, or a JSON file; or measured:a3mega, two hosts of 8 H100 (default: "
         "as measured of the chip)")  # fmt: skip
-    add("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
+    add("--peaks", action="store_true", help="published peaks of products, memory and, without --network-file, links")
     add("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     add("--batch-per-device", type=int, metavar="N", help="sequences on each device (default: 16)")
     add("--dtype", metavar="NAME", choices=("f32", "bf16"), help="f32, whose products are in TF32 on GPUs and in "

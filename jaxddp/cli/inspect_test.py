@@ -109,7 +109,7 @@ BAD_INPUT = {
     "--bucket-mb 3 --strategy flat": "bucket_mb (=3.0) must come with one of bucketed, zero1, zero2, not 'flat'",
     "--out {full}": "out (={full}) must not exist, or be an empty folder: nothing is overwritten",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
-    "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
+    "--network-file measured --network-gb-per-s 50": "gb_per_s and latency_us must be left out with --network-file",
 }
 
 

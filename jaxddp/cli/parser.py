@@ -63,12 +63,10 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command", title="commands")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for module in modules:
         module.add_parser(commands)
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    parsed = parser.parse_args(arguments)
     gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:
         status = parsed.run(parsed)

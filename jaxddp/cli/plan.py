@@ -2,18 +2,23 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from ..arguments import check_integer
+from ..planning.formulas import FP32, MIXED, MIXED_ACCUMULATED
+from ..planning.machine import cluster_of, target
+from ..planning.plan import TrainingJob, plan
+from ..planning.workload import Workload, feed_forward, transformer
+from ..sizes import SIZES, TransformerConfig
 from ..table import paragraph, table
 
 XXL, CUSTOM = "xxl", "custom"
-_DEFAULT_TARGET, _DEFAULT_FSDP, _DEFAULT_TP = "v5p:64", 16, 4
-_FEED_FORWARD = ("width", "hidden", "layers")
-_TRANSFORMER = ("vocab", "heads", "context")
-_PRECISIONS = ("fp32", "mixed", "mixed-fp32-sums")
+_TARGET = "v5p:64"
+_SHAPE = ("vocab", "context", "width", "num_layers", "num_heads", "hidden")
+_STATES = {"fp32": FP32, "mixed": MIXED, "mixed-fp32-sums": MIXED_ACCUMULATED}
 _BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "latency_us", "file")
 
 
@@ -27,13 +32,13 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default=XXL, metavar="NAME", help="xxl, a named transformer (small, medium, large, xl, seed_xl, "
-        "...), or custom (default: %(default)s)")  # fmt: skip
-    for shape in (*_FEED_FORWARD, *_TRANSFORMER):
-        which = "a transformer" if shape in _TRANSFORMER else "feed-forward blocks or a transformer"
-        add(f"--{shape}", type=int, metavar="N", help=f"{shape} of --model custom, {which}")
-    add("--target", metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; chips are h100, "
-        f"h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: {_DEFAULT_TARGET})")  # fmt: skip
+    add("--model", default=XXL, choices=(XXL, CUSTOM, *SIZES), metavar="NAME", help="xxl, custom, or a transformer: "
+        f"{', '.join(SIZES)} (default: %(default)s)")  # fmt: skip
+    for name in _SHAPE:
+        shape = name.removeprefix("num_")
+        add(f"--{shape}", dest=name, type=int, metavar="N", help=f"{shape} of a transformer; all of --model custom")
+    add("--target", default=_TARGET, metavar="SPEC", help="chip and count: h100:8, h100:4x8 for 4 hosts of 8, v5p:64; "
+        "chips are h100, h200, a100, b200, gb200, gb300, v5p, v6e and v7x (default: %(default)s)")  # fmt: skip
     add("--fsdp", type=int, metavar="N", help="ranks that share the training state (default: all that --tp leaves)")
     add("--tp", type=int, metavar="N", help="ranks that split each matrix (default: 1, in the example 4)")
     add("--stage", type=int, default=3, choices=range(4), help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
@@ -42,17 +47,18 @@ def add_parser(commands: Any) -> None:
     add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="of products, activations and communication (default: "
         "%(default)s)")  # fmt: skip
-    add("--attention", choices=("full", "flash"), help="full: keeps the weights of the whole square; flash: computes "
-        "what a causal mask leaves, and keeps none (default: full)")  # fmt: skip
-    add("--checkpointing", choices=("none", "selective", "full"), help="selective: the backward computes all "
-        "but attention and every second product again; full: the whole block (default: none)")  # fmt: skip
-    add("--precision", default="fp32", choices=_PRECISIONS, help="training state with Adam, in bytes a parameter: "
+    add("--attention", default="full", choices=("full", "flash"), help="full: keeps the weights of the whole square; "
+        "flash: computes what a causal mask leaves, and keeps none (default: %(default)s)")  # fmt: skip
+    add("--checkpointing", default="none", choices=("none", "selective", "full"), help="selective: the backward "
+        "computes all but attention and every second product again; full: the whole block (default: %(default)s)"
+        )  # fmt: skip
+    add("--precision", default="fp32", choices=_STATES, help="training state with Adam, in bytes a parameter: "
         "fp32 4 + 4 + 8, mixed 2 + 2 + 12, or with 4 more to accumulate gradients (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead")
 
     hardware = parser.add_argument_group("the machine by hand", "instead of published numbers").add_argument
     hardware("--flops-per-s", type=float, metavar="X", help="FLOP/s of a device")
-    hardware("--peaks", action="store_true", help="published peaks of products, memory and links, not measured rates")
+    hardware("--peaks", action="store_true", help="published peaks of products, memory and, without a file, links")
     hardware("--memory-gb", type=float, metavar="GB", help="memory of a device, 10^9 bytes")
     hardware("--link-gb-per-s", dest="gb_per_s", type=float, metavar="GB", help="10^9 bytes per second that a device "
              "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
@@ -64,10 +70,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
-    from ..planning.plan import plan  # late, so that the help needs no NumPy
-
     found = {"model": arguments.model, **plan(_job(arguments))}
-    print(json.dumps(found, allow_nan=False) if arguments.json else as_text(found))
+    as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
+    try:
+        print(as_json if arguments.json else as_text(found), flush=True)
+    except BrokenPipeError:  # of ``| head``: Python writes what is left once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -96,54 +104,34 @@ def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterato
             yield label, f"{value:,.{0 if value == int(value) else 3}f}"
 
 
-def _job(arguments: argparse.Namespace) -> Any:
-    from ..planning import formulas
-    from ..planning.machine import cluster_of, target
-    from ..planning.plan import TrainingJob
-
+def _job(arguments: argparse.Namespace) -> TrainingJob:
     workload, sequence_length = _workload(arguments)
-    is_example = arguments.model == XXL and arguments.target is arguments.fsdp is arguments.tp is None
-    machine = target(arguments.target or _DEFAULT_TARGET, peaks=arguments.peaks)
-    fsdp, tp = (_DEFAULT_FSDP, _DEFAULT_TP) if is_example else (arguments.fsdp, arguments.tp)
-    tp = 1 if tp is None else tp
-    fsdp = max(1, machine.num_devices // max(1, tp)) if fsdp is None else fsdp
+    machine = target(arguments.target, peaks=arguments.peaks)
+    fsdp, tp = arguments.fsdp, arguments.tp
+    if tp is None:
+        tp = 4 if arguments.model == XXL and arguments.target == _TARGET and fsdp is None else 1
+    if fsdp is None:
+        fsdp = max(1, machine.num_devices // max(1, tp))
     memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
     cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
-    states = dict(zip(_PRECISIONS, (formulas.FP32, formulas.MIXED, formulas.MIXED_ACCUMULATED), strict=True))
     return TrainingJob(
-        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
-        states[arguments.precision], arguments.accumulation_steps,
+        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage, _STATES[arguments.precision],
+        arguments.accumulation_steps,
     )  # fmt: skip
 
 
-def _workload(arguments: argparse.Namespace) -> tuple[Any, int]:
+def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:
     """The model's counts, and the tokens of a sequence."""
-    from ..planning.workload import feed_forward, transformer
-    from ..sizes import SIZES
-
-    def given_of(*names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-    how, given = given_of("attention", "checkpointing"), given_of(*_FEED_FORWARD, *_TRANSFORMER)
-    is_transformer = arguments.model != XXL and (arguments.model != CUSTOM or bool(given.keys() & {*_TRANSFORMER}))
-    for name, value in given.items():
-        check_integer(name, value)
-        if arguments.model != CUSTOM and (name != "context" or arguments.model == XXL):
-            raise ValueError(f"--{name} must come with --model custom, not with {arguments.model!r}")
-    if how and not is_transformer:
-        raise ValueError(f"--{next(iter(how))} must come with a transformer, not with feed-forward blocks")
+    sizes = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
+    is_flash, checkpointing = arguments.attention == "flash", arguments.checkpointing
     if arguments.model == XXL:
+        if sizes or is_flash or checkpointing != "none":
+            raise ValueError("sizes, attention and checkpointing must come with a transformer, not with xxl")
         return feed_forward(width=16384, hidden=53248, num_blocks=126), 1
-    if arguments.model == CUSTOM:
-        wanted = (*_FEED_FORWARD, *_TRANSFORMER) if is_transformer else _FEED_FORWARD
-        if missing := [f"--{name}" for name in wanted if name not in given]:
-            raise ValueError(f"--model custom needs {', '.join(missing)} as well")
-        if not is_transformer:
-            return feed_forward(given["width"], given["hidden"], given["layers"]), 1
-        names = ("vocab", "context", "width", "layers", "heads", "hidden")
-        return transformer(*(given[name] for name in names), **how), given["context"]
-    if arguments.model not in SIZES:
-        raise ValueError(f"unknown model {arguments.model!r}: one of {XXL}, {CUSTOM}, {', '.join(SIZES)}")
-    config = replace(SIZES[arguments.model], **given)
-    return transformer(**asdict(config), **how), config.context
+    if arguments.model != CUSTOM:
+        sizes = asdict(SIZES[arguments.model]) | sizes
+    if missing := [f"--{name.removeprefix('num_')}" for name in _SHAPE if name not in sizes]:
+        raise ValueError(f"--model custom needs {', '.join(missing)} as well")
+    config = TransformerConfig(**sizes)
+    return transformer(**asdict(config), is_flash=is_flash, checkpointing=checkpointing), config.context

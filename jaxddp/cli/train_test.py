@@ -26,7 +26,7 @@ TRAIN = [sys.executable, "-m", "jaxddp", "train"]
 
 BAD_INPUT = {
     "": "the following arguments are required: COMMAND",
-    "train --nonsense": "unrecognized arguments: --nonsense; see python -m jaxddp train --help",
+    "train --nonsense": "unrecognized arguments: --nonsense; see python -m jaxddp --help",
     "train --strategy fast": "unknown strategy 'fast': one of ",
     "train --model tiny": "model (='tiny') must be one that reads bytes: byte, ",
     "train --model byte_shallow --devices 1 --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",

@@ -7,4 +7,4 @@ from .curves import (
     Network as Network,
     bus_factor as bus_factor,
 )
-from .tables import from_file as from_file, is_measured as is_measured, measured as measured
+from .tables import from_file as from_file, measured as measured

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arguments import check_integer, check_positive, is_number
+from ..arguments import check_positive, is_number
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
@@ -57,18 +57,14 @@ class Network:
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
     fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
-    host_latency_us: float = HOST_LATENCY_US  # that a call over several hosts adds to a curve
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
         check_positive("network gb_per_s", self.gb_per_s)
         if self.host_gb_per_s is not None:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
-        if self.devices_per_host is not None:
-            check_integer("devices_per_host", self.devices_per_host)
-        for name in ("latency_us", "host_latency_us"):
-            if not is_number(value := getattr(self, name)) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} (={value}) must be a finite number of microseconds, 0 or more")
+        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
@@ -85,66 +81,54 @@ class Network:
 
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds to transfer the bytes of one collective by the two numbers, without latency; 0 for a group of one."""
-        if len(group) < 2:
-            return 0.0
         within, between = self.sent_bytes(kind, num_bytes, group)
         levels = within / (self.gb_per_s * GB), between / self._host_bytes_per_s
         return max(levels) if kind in _DIRECT else sum(levels)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds of one collective that has the network to itself, of ``KINDS``; 0 for a group of one."""
-        if kind not in KINDS:
-            raise ValueError(f"kind (={kind!r}) must be one of {', '.join(KINDS)}")
-        if len(group) < 2:
-            return 0.0
-        curves, local = self._curves(kind), max(self._by_host(group))
-        if not curves or local < 2:
-            latency_s = self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
-            return latency_s + self.transfer_s(kind, num_bytes, group)
-        points = [(float(ranks), _at_size(rows, num_bytes)) for ranks, rows in sorted(curves.items())]
-        within_s = _interpolated(points, local)
-        if kind in _DIRECT:
-            return max(within_s, self.sent_bytes(kind, num_bytes, group)[1] / self._host_bytes_per_s)
-        if local == len(group):
-            return within_s
-        share = _between_share(kind, local, len(group))
-        if table := self._over_hosts(kind):
-            (hosts, rows), *_ = table.items()
-            measured = _between_share(kind, local, hosts * (self.devices_per_host or 1))
-            return _at_size(rows, num_bytes) * (share / measured)
-        return max(within_s, share * num_bytes / self._host_bytes_per_s) + self.host_latency_us * 1e-6
+        return self._seconds_and_why(kind, num_bytes, group)[0]
 
     def assumed(self, kind: str, num_bytes: float, group: Sequence[int]) -> str:
         """Says why ``seconds`` does not rest on measurements alone; empty if it does, or if nothing was measured."""
-        if not self.curves or len(group) < 2:
-            return ""
-        if not (curves := self._curves(kind)):
-            return f"{kind} was not measured: {self.gb_per_s:.0f} GB/s and {self.latency_us:.0f} us are assumed"
-        local = max(self._by_host(group))
-        if local == len(group):
+        return self._seconds_and_why(kind, num_bytes, group)[1] if self.curves else ""
+
+    def _seconds_and_why(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, str]:
+        if kind not in KINDS:
+            raise ValueError(f"kind (={kind!r}) must be one of {', '.join(KINDS)}")
+        if len(group) < 2:
+            return 0.0, ""
+        by_host = self._by_host(group)
+        curves, local = self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {}), max(by_host)
+        if not curves or local < 2:
+            latency_s = self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
+            speed = self.gb_per_s if local > 1 else self._host_bytes_per_s / GB
+            why = f"{kind} was not measured: {speed:.0f} GB/s and {self.latency_us:.0f} us are assumed"
+            return latency_s + self.transfer_s(kind, num_bytes, group), why
+        points = [(float(ranks), _at_size(rows, num_bytes)) for ranks, rows in sorted(curves.items())]
+        within_s = _interpolated(points, local)
+        if len(by_host) == 1:
             if local not in curves:
-                return f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
-            return _beyond(kind, curves[local], num_bytes)
-        if not (table := self._over_hosts(kind)):
-            speed = f"{self._host_bytes_per_s / GB:g} GB/s and {self.host_latency_us:g} us"
-            return f"{kind} between hosts was not measured: {speed} are assumed"
-        (hosts, rows), *_ = table.items()
-        if len(group) != hosts * local:
-            return f"{kind} was measured over {hosts} hosts, not over {len(group) / local:g}"
-        if said := _beyond(f"{kind} over hosts", rows, num_bytes):
-            return said
-        return "" if kind in self.fabric else f"{kind} over hosts is taken as an all-gather"
+                return within_s, f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
+            return within_s, _beyond(kind, curves[local], num_bytes)
+        num_hosts = len(group) / local
+        share = _between_share(kind, local, num_hosts)
+        alike = "all-gather" if kind == "reduce-scatter" and kind not in self.fabric else kind
+        if alike not in self.fabric:
+            between = self.sent_bytes(kind, num_bytes, group)[1] if kind in _DIRECT else share * num_bytes
+            speed = self._host_bytes_per_s / GB
+            why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
+            return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
+        ((measured, rows),) = self.fabric[alike].items()
+        seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
+        if num_hosts != measured:
+            return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
+        why = "" if alike == kind else f"{kind} over hosts is taken as an all-gather"
+        return seconds, _beyond(f"{kind} over hosts", rows, num_bytes) or why
 
     @property
     def _host_bytes_per_s(self) -> float:
         return (self.host_gb_per_s or self.gb_per_s) * GB
-
-    def _curves(self, kind: str) -> Mapping[int, Rows]:
-        return self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {})
-
-    def _over_hosts(self, kind: str) -> Mapping[int, Rows]:
-        """The fabric's table of a kind by the number of hosts; a reduce-scatter without one has an all-gather's."""
-        return self.fabric.get(kind) or self.fabric.get("all-gather" if kind == "reduce-scatter" else kind, {})
 
     def _by_host(self, group: Sequence[int]) -> list[int]:
         """How many devices of the group are on each of its hosts."""
@@ -152,10 +136,10 @@ class Network:
         return list(Counter(device // per_host for device in group).values())
 
 
-def _between_share(kind: str, local: int, num_ranks: int) -> float:
+def _between_share(kind: str, local: int, hosts: float) -> float:
     """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
-    hosts = num_ranks / local
-    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (num_ranks - 1) / num_ranks) / local
+    ranks = hosts * local
+    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (ranks - 1) / ranks) / local
 
 
 def _beyond(what: str, rows: Rows, num_bytes: float) -> str:

@@ -111,6 +111,7 @@ def test_a_measured_fabric_has_its_table_and_grows_with_its_hosts():
 
 def test_what_was_not_measured_is_refused():
     assert "must be one of all-reduce" in refusal(measured("h100:8").seconds, "all_reduce", 2**20, range(8))
+    assert "must be left out with 'a3mega'" in refusal(measured, "h100:2x8", fabric="a3mega", host_gb_per_s=25)
     found = refusal(measured, "h100:2x4", fabric="a3mega")
     assert found.startswith("fabric (='a3mega') must be one that was measured with 'h100:2x4'")
     assert refusal(measured, "v5p:8").startswith("chip (='v5p') must be one whose collectives were measured: b200")
@@ -202,7 +203,7 @@ def test_what_nccl_tests_write_as_json_is_read(file):
         ({"us": {"all-reduce": {"8": [[MIB, 5e-5], [2**30, 5e-3]]}}}, "times must be microseconds"),
         ({"us": {"all-reduce": {"8": [["1M", 5.0], ["2M", 7.0]]}}}, "must hold measured collectives"),
         ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
-        ("# nThread 1", "lacks the name of its program"),
+        ("# nThread 1", "must be what nccl-tests printed"),
         ('{"us": ', "must hold measured collectives: JSONDecodeError"),
     ],
 )

@@ -4,7 +4,6 @@ Figures that are plain arithmetic of a document's own measurements stand on that
 """
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -116,7 +115,8 @@ OVERLAPPED = Assumptions(overlapped_axes=True)
 def test_the_books_machine():
     cluster = cluster_of(target("v5p:64"), "bfloat16")
     check(cluster.flops_per_s / (cluster.network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
-    assert cluster.torus == (4, 4, 4) and cluster.axes(16, 4)[0][:2] == (2, 1)  # X.c_mesh
+    assert cluster.torus == (4, 4, 4)
+    assert cluster.rates(16, 4) == BOOK._replace(dp_bytes_per_s=0)  # X.c_mesh
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_bus_factors():
 
 def test_a_sweep_is_fitted():
     sizes = np.array([1, 10, 100, 1024]) * 2**20
-    fit = fit_sweep(sizes, 1e-3 * np.array([1.092, 8.887, 96.094, 1045.36]))  # T1.allreduce, Gloo of 2 ranks
-    assert fit.latency_s == pytest.approx(0.1335e-3, rel=0.02) and fit.bytes_per_s == pytest.approx(1.106e9, rel=0.01)
+    found = fit_sweep(sizes, 1e-3 * np.array([1.092, 8.887, 96.094, 1045.36]))  # T1.allreduce, Gloo of 2 ranks
+    assert found == (pytest.approx(0.1335e-3, rel=0.02), pytest.approx(1.106e9, rel=0.01))
 
 
 def exposed_s(compute_s, num_bytes, bytes_per_s, latency_s):
@@ -279,9 +279,8 @@ def test_the_least_batch_is_where_the_times_meet(workload, ranks):
         assert least == 0 or not is_compute_bound(least * (1 - 1e-9), assumed)
 
 
-def test_a_sweep_without_sizes_or_growing_times_is_refused():
-    for sizes, seconds in (([1e6], [1e-3]), ([1e6, 1e6], [1e-3, 2e-3]), ([1e6, 2e6], [2e-3, 1e-3])):
-        assert re.search("two different sizes|must grow", refusal(fit_sweep, sizes, seconds))
+def test_a_sweep_whose_times_do_not_grow_is_refused():
+    assert "must grow with num_bytes" in refusal(fit_sweep, [1e6, 2e6], [2e-3, 1e-3])
 
 
 @pytest.mark.parametrize("name", ["tiny", "seed_xl"])

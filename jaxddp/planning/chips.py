@@ -45,10 +45,8 @@ def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: f
 
 
 _HOPPER, _BLACKWELL = _peaks(494.7, 989.4, 1978.9, 66.9, 66.9), _peaks(1250, 2500, 5000, 80, 40)
-_AMPERE = _peaks(156, 312, 624, 19.5, 19.5)
-del _AMPERE["float8"]
-_ULTRA = _BLACKWELL | {"float64": 1.3}
-del _ULTRA["int8"]
+_AMPERE = {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312, "int8": 624, "float64": 19.5}
+_ULTRA = {"float32": 80, "tf32": 1250, "bfloat16": 2500, "float16": 2500, "float8": 5000, "float64": 1.3}
 _V7X = {"bfloat16": 2307.0, "float8": 4614.0}
 
 # Names; peaks in TFLOP/s; memory in TB/s and GB; GB/s within and between hosts; devices of a host.
@@ -84,15 +82,6 @@ CHIPS: dict[str, Chip] = {
 _IN_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 _IN_2D = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _TOPOLOGIES = {"v5p": _IN_3D, "v6e": _IN_2D, "v7x": _IN_3D}
-
-
-def chip_of(device_kind: str) -> Chip:
-    """Gives the chip that a driver or JAX calls so; raises a ValueError if its numbers are not known."""
-    for chip in CHIPS.values():
-        if device_kind in chip.device_kinds:
-            return chip
-    known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
-    raise ValueError(f"device kind (={device_kind!r}) must be one whose numbers are known: {known}")
 
 
 @dataclass

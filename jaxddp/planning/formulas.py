@@ -197,21 +197,13 @@ def min_tokens(
     return fixed_s / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf
 
 
-class Fit(NamedTuple):
-    """Of a sweep; a negative latency means that the model does not describe it."""
+def fit_sweep(num_bytes: Any, seconds: Any) -> tuple[float, float]:
+    """Fits ``t = o + S / w`` by relative error to times of two sizes or more, and gives o and w.
 
-    latency_s: float
-    bytes_per_s: float
-    residuals: np.ndarray  # fitted over measured time, minus 1
-
-
-def fit_sweep(num_bytes: Any, seconds: Any) -> Fit:
-    """Fits ``t = o + S / w`` by relative error; a ValueError without two sizes, or if times do not grow with them."""
-    size, time = np.asarray(num_bytes, float), np.asarray(seconds, float)
-    if len(set(size)) < 2:
-        raise ValueError(f"num_bytes (={num_bytes!r}) must be at least two different sizes")
-    seconds_per_byte, latency_s = np.polyfit(size, time, 1, w=1 / time)
+    Raises:
+        ValueError: If times do not grow with sizes. A negative o means that this model does not describe them.
+    """
+    seconds_per_byte, latency_s = np.polyfit(num_bytes, seconds, 1, w=1 / np.asarray(seconds))
     if seconds_per_byte <= 0:
         raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
-    residuals = (latency_s + seconds_per_byte * size) / time - 1
-    return Fit(float(latency_s), float(1 / seconds_per_byte), residuals)
+    return float(latency_s), float(1 / seconds_per_byte)

@@ -1,18 +1,17 @@
 """Networks of targets, and a cluster as the planner sees it: what a device computes and holds, what each group sends.
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
-of ``Network``. TPUs: a slice is a torus with links in both directions, and a group over M of its axes sends M times
-what one axis does. A v5p has the numbers of the scaling book (https://jax-ml.github.io/scaling-book/tpus): 4.6e14
-FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9 for three axes.
+of ``Network``. TPUs: a slice is a torus with links in both directions. Tensor-parallel ranks have one of its axes, all
+others the rest, and a group over M axes sends M times what one does. A v5p has the numbers of the scaling book
+(https://jax-ml.github.io/scaling-book/tpus): 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9
+for three axes.
 """
 
-import itertools
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arguments import check_positive
-from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, is_measured, measured
+from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
 from . import chips
 from .chips import Target
 from .formulas import DeviceRates
@@ -42,18 +41,16 @@ def network_of(
     if target.num_hosts > 1 and target.platform == "gpu":
         between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
         per_host = target.devices_per_host
-    if chip.is_measured and is_measured(chip.name) and gb_per_s is latency_us is file is None:
+    if chip.is_measured and gb_per_s is latency_us is file is None:
         file = "measured"
     if file is None:
         speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
         return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
-    for name, value in (("gb_per_s", gb_per_s), ("latency_us", latency_us)):
-        if value is not None:
-            raise ValueError(f"{name} (={value:g}) must be left out with --network-file: it has the times")
+    if gb_per_s is not None or latency_us is not None:
+        raise ValueError("gb_per_s and latency_us must be left out with --network-file: it has the times")
     name, _, fabric = file.partition(":")
     if name == "measured":
-        found = measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
-        return replace(found, devices_per_host=per_host)
+        return measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
     return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
 
 
@@ -64,7 +61,7 @@ def network_in_words(target: Target, network: Network) -> str:
     else:
         origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
-    if network.host_gb_per_s is None:
+    if network.host_gb_per_s is None or network.fabric:
         return within
     origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
@@ -81,22 +78,11 @@ class Cluster(NamedTuple):
     torus: tuple[int, ...]  # sides; empty on GPUs
     is_by_hand: bool  # whether the peak was given
 
-    def axes(self, fsdp: int, tp: int) -> tuple[tuple[int, int, int], bool]:
-        """How many axes of the torus each group spans, M_X, M_Y and M_R, and whether they are whole axes."""
-        groups = [fsdp, tp, self.target.num_devices // (fsdp * tp)]
-        for kinds in itertools.product(range(3), repeat=len(self.torus)):
-            sides = [[side for side, kind in zip(self.torus, kinds, strict=True) if kind == one] for one in range(3)]
-            if [math.prod(each) for each in sides] == groups:
-                # A group of one rank has no axis and sends nothing; a count of 1 keeps its rate finite.
-                over_fsdp, over_tp, over_dp = (max(1, len(each)) for each in sides)
-                return (over_fsdp, over_tp, over_dp), True
-        return (3 if tp == 1 else 2, 1, 1), False  # FSDP has two and TP one, or FSDP alone all three
-
     def rates(self, fsdp: int, tp: int) -> DeviceRates:
         """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
         link = self.network.gb_per_s * GB
-        if self.torus:
-            return DeviceRates(self.flops_per_s, *(count * link for count in self.axes(fsdp, tp)[0]))
+        if self.torus:  # tensor parallelism has one of its axes, all else the others
+            return DeviceRates(self.flops_per_s, max(1, len(self.torus) - (tp > 1)) * link, link)
 
         def rate(group: range) -> float:
             if len(group) < 2:
@@ -114,13 +100,12 @@ def cluster_of(
     """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
     chip = target.chip
     key = chip.matmul_float32 if dtype == "float32" else dtype
-    if target.platform == "tpu" and (given := network.get("host_gb_per_s")) is not None:
-        raise ValueError(f"host_gb_per_s (={given}) must be left out for {target.spec!r}, which is one torus")
-    if gb_per_s is None and network.get("file") is None:
-        gb_per_s = _BOOK_GB_PER_S.get(chip.name)
+    sides = target.topology.split("x") if target.platform == "tpu" else ()
+    torus = tuple(int(side) for side in sides if int(side) > 1)
+    if torus and gb_per_s is None and network.get("file") is None:
+        gb_per_s = _BOOK_GB_PER_S.get(chip.name, chip.link_gb_per_s / len(sides))
     found = network_of(target, gb_per_s, **network)
     if memory_bytes is not None:
-        check_positive("memory_bytes", memory_bytes)
         chip = replace(chip, memory_bytes=int(memory_bytes))
     if flops_per_s is not None:
         check_positive("flops_per_s", flops_per_s)
@@ -129,7 +114,5 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    sides = target.topology.split("x") if target.platform == "tpu" else ()
-    torus = tuple(int(side) for side in sides if int(side) > 1)
     is_by_hand = flops_per_s is not None
     return Cluster(replace(target, chip=chip), found, dtype, key, chip.flops_per_s[key], torus, is_by_hand)

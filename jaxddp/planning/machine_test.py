@@ -6,19 +6,12 @@ from jaxddp.planning.machine import cluster_of, network_in_words, network_of
 
 
 @pytest.mark.parametrize(
-    ("chips", "fsdp", "tp", "axes"),
-    [
-        (64, 16, 4, ((2, 1, 1), True)),  # 4 x 4, 4
-        (64, 1, 4, ((1, 1, 2), True)),  # replicas over the rest
-        (128, 8, 16, ((1, 2, 1), True)),  # 8, 4 x 4
-        (64, 8, 8, ((2, 1, 1), False)),
-        (64, 32, 1, ((3, 1, 1), False)),
-    ],
+    ("spec", "tp", "axes", "gb_per_s"),
+    [("v5p:64", 4, 2, 180), ("v5p:64", 1, 3, 180), ("v5p:4", 1, 2, 180), ("v6e:16", 1, 2, 224), ("v7x:64", 2, 2, 400)],
 )
-def test_groups_have_whole_axes_where_they_can(chips, fsdp, tp, axes):
-    cluster = cluster_of(target(f"v5p:{chips}"), "bfloat16")
-    assert cluster.axes(fsdp, tp) == axes
-    assert cluster.rates(fsdp, tp).fsdp_bytes_per_s == axes[0][0] * 180e9
+def test_tensor_parallelism_has_one_axis_of_a_torus(spec, tp, axes, gb_per_s):
+    rates = cluster_of(target(spec), "bfloat16").rates(4, tp)
+    assert (rates.fsdp_bytes_per_s, rates.tp_bytes_per_s) == (axes * gb_per_s * 1e9, gb_per_s * 1e9)
 
 
 def test_a_group_of_gpus_sends_as_the_network_has_it():

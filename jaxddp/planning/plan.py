@@ -61,17 +61,15 @@ class TrainingJob:
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
             optimizer = self.held.optimizer - FP32.parameter
             self.held = self.held._replace(parameter=FP32.parameter, optimizer=optimizer)
-        rule = "at least" if self.sequence_length == 1 else "a multiple of"
-        is_multiple = self.sequence_length == 1 or (self.tokens or 0) % self.pieces == 0
-        if self.tokens is not None and not (self.tokens >= self.pieces and is_multiple):
-            raise ValueError(
-                f"tokens (={self.tokens}) must be {rule} sequence length x data ranks x accumulation steps "
-                f"(={self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1})"
-            )
+        tokens = self.tokens or self.pieces
+        if tokens < self.pieces or (self.sequence_length > 1 and tokens % self.pieces):
+            factors = f"{self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1}"
+            rule = f"sequence length x data ranks x accumulation steps (={factors}), and in sequences a multiple"
+            raise ValueError(f"tokens (={tokens}) must be at least {rule}")
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
-    """Plans a job, for ``json.dumps``: bytes and tokens rounded up, missing answers None."""
+    """Plans a job, for ``json.dumps``: tokens rounded up, missing answers None."""
     workload, cluster, chip, network = job.workload, job.cluster, job.cluster.target.chip, job.cluster.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
@@ -99,9 +97,9 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "min_devices": min_devices,
         "compute_bound": tokens >= least * (num_microbatches if job.gathers else 1),
         "bytes_per_device": {
-            **{name: _whole(num_bytes) for name, num_bytes in held.items()},
-            "total": _whole(total),
-            "available": _whole(chip.memory_bytes),
+            **{name: round(num_bytes) for name, num_bytes in held.items()},
+            "total": round(total),
+            "available": chip.memory_bytes,
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
@@ -120,29 +118,17 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "latency_us": network.latency_us,
             "network_source": network.source,
         },
-        "notes": _notes(job, total, num_microbatches),
+        "notes": _notes(job, total),
     }
 
 
-def _notes(job: TrainingJob, total_bytes: float, num_microbatches: int) -> list[str]:
+def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
     torus, found = job.cluster.torus, []
-    if torus and not job.cluster.axes(*job.ranks[:2])[1]:
-        found.append(
-            f"groups of {job.fsdp} and {job.tp} are not products of whole axes of {'x'.join(map(str, torus))}: the "
-            "number of axes of each is assumed"
-        )
     if any(side < 4 for side in torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
     if total_bytes > (pool := job.cluster.target.chip.pool_bytes) and not torus:
         found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
-    if job.gathers and num_microbatches > 1:
-        found.append("every micro-batch gathers, so each has to be as large as a compute-bound batch")
     return found
-
-
-def _whole(num_bytes: float) -> int:
-    """Rounds up, ignoring floating-point noise on a whole number."""
-    return math.ceil(num_bytes * (1 - 1e-12))
 
 
 def _best_split(job: TrainingJob) -> dict[str, int]:
@@ -165,15 +151,12 @@ def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Bucket
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call."""
-    # It is reduce-scattered over the X ranks that share state (all-reduced at stage 0); the resulting part, at stage 0
-    # the whole, is all-reduced over the R replicas.
-    rates, ring = job.cluster.rates(job.fsdp, job.tp), job.assumptions.ring
-    shared, part = (1, job.fsdp) if job.stage else (2, 1)
-    seconds_per_byte = shared * ring(job.fsdp) / rates.fsdp_bytes_per_s
-    seconds_per_byte += 2 * ring(job.dp) / part / (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)
-    half_calls = shared * (job.fsdp > 1) + 2 * (job.dp > 1)
-    rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
-    return rate, half_calls * job.cluster.network.latency_us * 1e-6 / 2
+    # Reduce-scattered over all ranks with other tokens, at stage 0 all-reduced, which is twice that.
+    halves, ring = 1 if job.stage else 2, job.assumptions.ring(job.num_data_ranks)
+    if not ring:
+        return math.inf, 0.0
+    bytes_per_s = job.cluster.rates(job.num_data_ranks, job.tp).fsdp_bytes_per_s
+    return bytes_per_s / (halves * ring), halves * job.cluster.network.latency_us * 1e-6 / 2
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
@@ -184,7 +167,7 @@ def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> in
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
     param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
     units = gradients * element_bytes + parameters * param_bytes
-    return _whole(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
+    return round(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:

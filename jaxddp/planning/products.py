@@ -69,13 +69,11 @@ def rates_in_words(chip: Chip) -> str:
     """Says which rates a chip has."""
     if not chip.is_measured:
         return "rates, assumed: published peaks of products and memory"
-    by_shape = [*_COLUMNS] if _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"] else []
-    at_best = [dtype for dtype in _measurements()["best"][chip.name] if dtype not in by_shape]
-    how = ((by_shape, "by shape"), (at_best, "at the best of several shapes and by tiles"))
-    products = " and ".join(f"{', '.join(dtypes)} {how}" for dtypes, how in how if dtypes)
+    has_table = _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"]
+    products = f"in {', '.join(_COLUMNS)} by shape, others" if has_table else "by tiles,"
     return (
-        f"rates, measured: products in {products} (others at peak, assumed), memory at {_MEMORY_SHARE:.0%} of its peak,"
-        f" {_KERNEL_S * 1e6:g} us a kernel"
+        f"rates, measured: products {products} at the best of several shapes or, assumed, at peak, memory at"
+        f" {_MEMORY_SHARE:.0%} of its peak, {_KERNEL_S * 1e6:g} us a kernel"
     )
 
 

@@ -82,7 +82,7 @@ def feed_forward(width: int, hidden: int, num_blocks: int = 1, num_matrices: int
 
 
 def transformer(
-    vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int, *, attention: str = "full",
+    vocab: int, context: int, width: int, num_layers: int, num_heads: int, hidden: int, *, is_flash: bool = False,
     checkpointing: str = "none", kv_heads: int | None = None, num_matrices: int = 3, is_tied: bool = False,
     is_causal: bool = True,
 ) -> Workload:  # fmt: skip
@@ -104,10 +104,6 @@ def transformer(
     )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
-    if attention not in ("full", "flash") or checkpointing not in _RECOMPUTED:
-        names = f"full, flash, and of {', '.join(_RECOMPUTED)}"
-        raise ValueError(f"attention and checkpointing (={attention!r}, {checkpointing!r}) must be one of {names}")
-    is_flash = attention == "flash"
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
     split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)

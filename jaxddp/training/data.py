@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arguments import check_integer, check_path, is_number
+from ..arguments import check_integer, is_number
 
 Batch = dict[str, np.ndarray]
 
@@ -71,7 +71,6 @@ class Corpus:
         if path is None:
             text, self.source = _standard_library()
         else:
-            check_path("path", path)
             if not Path(path).is_file():  # a pipe could be read for ever
                 raise ValueError(f"data path {str(path)!r} must be a regular file")
             text, self.source = Path(path).read_bytes(), str(path)

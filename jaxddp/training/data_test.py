@@ -120,7 +120,7 @@ def test_a_batch_that_cannot_be_is_refused(counting):
 def test_text_that_cannot_be_is_refused(write, tmp_path):
     for path, message in (
         (tmp_path / "none", "/none' must be a regular file"),
-        ("", "path (='') must be the path of a file"),  # the current folder for Path
+        ("", "data path '' must be a regular file"),
         ("/dev/null", "data path '/dev/null' must be a regular file"),
         (write(b"abcd", "short/text.txt"), " (=4 bytes) must be longer than one context (=4 tokens)"),
     ):

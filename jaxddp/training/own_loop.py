@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arguments import check_axis, check_flag, check_function, check_kind, check_leaves, check_positive
+from ..arguments import check_flag, check_function, check_kind, check_leaves, check_positive
 from ..communication.buckets import Bucket, BucketPlan
 from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
@@ -79,7 +79,7 @@ def value_and_grad(
     """
     check_function("loss_fn", loss_fn)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    check_axis(axis)
+    check_kind("axis", axis, str, "the name of a mesh axis")
     check_flag(has_aux=has_aux)
     if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
         raise ValueError(

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax import lax
 
-from ..arguments import check_axis, check_integer, check_leaves, check_optimizer, check_positive
+from ..arguments import check_integer, check_kind, check_leaves, check_optimizer, check_positive
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import axis_size, varying
 from ..communication.reduction import check_grads
@@ -71,7 +71,7 @@ def shard_optimizer(
         ((8,), (2,))
     """
     check_optimizer(optimizer)
-    check_axis(axis)
+    check_kind("axis", axis, str, "the name of a mesh axis")
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     optimizer = optax.with_extra_args_support(optimizer)
@@ -132,6 +132,6 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
     check_optimizer(optimizer)
     check_leaves("params", named_leaves(params))
     num_ranks = check_integer("num_ranks", num_ranks)
-    check_axis(axis)
+    check_kind("axis", axis, str, "the name of a mesh axis")
     found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)
