@@ -166,9 +166,9 @@ def test_a_mesh_remembers_its_target_and_one_of_devices_has_none():
     assert found.axis_types == (AxisType.Auto,)
     assert target_of(found) == target("h100:4x8")
     assert platform_of(found) == "gpu" and platform_of(targets.mesh("v5p:8")) == "tpu"
-    assert target_of(data_mesh(2)) is None
     assert platform_of(data_mesh(2)) == jax.devices()[0].platform
-    assert "has no devices: make it with jaxddp.data_mesh" in refusal(target_of, AbstractMesh((8,), ("data",)))
+    for other in (data_mesh(2), AbstractMesh((8,), ("data",))):
+        assert "must be a target's: make it with jaxddp.targets.mesh" in refusal(target_of, other)
 
 
 def test_a_device_is_known_by_its_whole_name():
