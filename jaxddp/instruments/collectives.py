@@ -193,9 +193,8 @@ def loops_of(one: Found) -> str:
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
     times = f"up to {one.count:,}" if one.is_conditional else f"{one.count:,}"
-    path = Path(one.source)
-    line = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+    line = os.path.relpath(one.source) if one.source else "?"
     return (
         one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, times, one.phase,
-        loops_of(one), "yes" if one.is_hidden else "no", line or "?",
+        loops_of(one), "yes" if one.is_hidden else "no", line,
     )  # fmt: skip
