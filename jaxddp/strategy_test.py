@@ -38,7 +38,7 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
     schedule = read_schedule(compiled)
     assert schedule.gradient_collectives() == sorted(planned)
     overlap = schedule.overlap()
-    assert schedule.backward_end() > 0
+    assert any(operation.phase == "backward" for operation in schedule.operations)
     if strategy.name in ("naive", "flat"):
         assert overlap.bytes_started_after_backward == overlap.num_bytes
     else:

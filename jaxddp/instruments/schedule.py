@@ -116,20 +116,16 @@ class Schedule:
         """Everything that one device computes."""
         return sum((operation.total_work for operation in self.operations), Work())
 
-    def backward_end(self) -> int:
-        """Position after the backward's last arithmetic; 0 without a backward."""
-        places = enumerate(self.operations, 1)
-        return max((place for place, op in places if op.phase == "backward" and op.total_work.flops), default=0)
-
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
         computes = [op.phase == "backward" and op.total_work.flops > 0 for op in self.operations]
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        end, late, in_flight, total = self.backward_end(), 0, 0, 0
+        end = max((place for place, is_backward in enumerate(computes) if is_backward), default=-1)
+        late = in_flight = total = 0
         for place, op in enumerate(self.operations):
             num_bytes = sum(size for _, size in Schedule((op,)).gradient_collectives())
             total += num_bytes
-            late += num_bytes if place >= end else 0
+            late += num_bytes if place > end else 0
             in_flight += num_bytes if any(computes[place + 1 : done.get(op.name, place)]) else 0
         return Overlap(in_flight, late, total)
 

@@ -39,8 +39,6 @@ class Span:
     kind: str  # phase of a computation, or kind of a collective
     start_s: float
     end_s: float
-    num_bytes: int  # bytes moved in memory, or of a collective's full buffer
-    op_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,12 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
             for _ in range(one.trips if one.body and one.communicates else 0):
                 run(one.body)
             if seconds := device_seconds(one.work, chip) if one.communicates else operation_seconds(one, chip):
-                start, now, compute_s = now, now + seconds, compute_s + seconds
-                num_bytes = int(one.total_work.num_bytes)
-                spans.append(Span(one.name, "compute", one.phase, start, now, num_bytes, one.op_name))
+                spans.append(Span(one.name, "compute", one.phase, now, now + seconds))
+                now, compute_s = now + seconds, compute_s + seconds
             if sent := one.starts:
                 start = max(now, network_free_s)
                 end_s[one.name] = network_free_s = start + sent.seconds(network)
-                ran = "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name
-                spans.append(Span(one.name, *ran))
+                spans.append(Span(one.name, "communication", sent.kind, start, network_free_s))
             now = max(now, end_s.get(one.waits_for, 0.0))
 
     run(schedule.operations)

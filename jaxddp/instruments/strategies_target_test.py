@@ -73,7 +73,7 @@ def test_compiled_is_planned(steps, spec, name):
 def test_naive_and_flat_start_nothing_before_the_backwards_end(steps, spec, name):
     planned, schedule = steps(spec, name)
     total = sum(num_bytes for _, num_bytes in planned)
-    assert schedule.backward_end() > 0
+    assert any(operation.phase == "backward" for operation in schedule.operations)
     assert schedule.overlap() == Overlap(bytes_in_flight=0, bytes_started_after_backward=total, num_bytes=total)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..communication.buckets import describe_collectives
-from ..scopes import METRICS_SCOPE
 from .simulate import Simulation
 
 # Okabe and Ito's colour-blind safe palette, in the order of the legend.
@@ -62,10 +60,7 @@ def _draw_row(axes: Any, label: str, simulation: Simulation, digits: int) -> Non
         axes.broken_barh(parts, (1.1 * is_compute, 0.9), facecolor=color, edgecolor="black", label=kind, **style)
     if backward := pieces.get(("compute", "backward")):
         axes.axvline(sum(backward[-1]), color="black", linestyle="--", linewidth=1, label="backward ends")
-    sent = [(span.kind, span.num_bytes) for span in simulation.spans
-            if span.lane == "communication" and METRICS_SCOPE not in span.op_name]  # fmt: skip
-    said = f"{label}: {describe_collectives(sent)}" if sent else label
-    axes.set_title(said, loc="left", parse_math=False, fontsize=9)
+    axes.set_title(label, loc="left", parse_math=False, fontsize=9)
     axes.set_title(f"{step_ms:,.{digits}f} ms, exposed {exposed_ms:,.{digits}f} ms", loc="right", fontsize=9)
     axes.set_yticks([1.55, 0.45], ["compute", "communication"])
     axes.spines[["top", "right"]].set_visible(False)
