@@ -130,15 +130,15 @@ def test_no_child_outlives_its_parent():
     wait_for(lambda: not is_alive(int(found.stdout)))
 
 
-@pytest.mark.parametrize(("spec", "missing"), [("h100:8", "the CUDA compiler"), ("v5p:8", "the TPU compiler")])
-def test_a_missing_piece_names_the_extra(monkeypatch, spec, missing):
+@pytest.mark.parametrize("spec", ["h100:8", "v5p:8"])
+def test_a_missing_compiler_names_the_extra(monkeypatch, spec):
     targets.check_installed(targets.target(spec))
     find_spec = targets.find_spec
     monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     monkeypatch.setattr(targets, "cuda_plugins", list)
     with pytest.raises(TargetError) as raised:
         start(spec)
-    assert str(raised.value) == f"target {spec!r} needs {missing}: pip install 'jaxddp[targets]'"
+    assert str(raised.value) == f"target {spec!r} needs a compiler: pip install 'jaxddp[targets]'"
 
 
 @pytest.mark.parametrize(

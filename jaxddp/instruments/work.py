@@ -293,7 +293,7 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
     outputs, pairs = np.arange(size_out) * stride - low, 0
     for offset in range(size_window):
         meets = outputs + offset * dilation  # places in the dilated input, of which every ``base``-th has an element
-        pairs += np.count_nonzero((meets >= 0) & (meets <= (size_in - 1) * base) & (meets % base == 0))
+        pairs += int(np.count_nonzero((meets >= 0) & (meets <= (size_in - 1) * base) & (meets % base == 0)))
     return pairs
 
 
