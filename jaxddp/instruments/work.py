@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hlo import Computation, HLOError, Instruction, arrays_of, parts_of, root_of
+from .hlo import Computation, Instruction, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
@@ -260,10 +260,7 @@ def _attention(call: Instruction, scores: Sequence[int]) -> Work:
 
 def _convolution(convolution: Instruction) -> Work:
     """A ``convolution``, or a library call, whose gradients print the window of the forward convolution."""
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
-    if not labels:
-        raise HLOError(f"convolution {convolution.name} must print its dim_labels")
-    of_images, of_kernels, of_output = labels.groups()
+    of_images, of_kernels, of_output = re.split("_|->", convolution.attribute("dim_labels"))
     images, kernels = (one.arrays[0] for one in convolution.inputs[:2])
     output = convolution.arrays[0]  # library calls also return their workspace
     target = convolution.attribute("custom_call_target")
