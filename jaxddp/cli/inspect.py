@@ -90,14 +90,14 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     # A given speed is that of the slowest link.
     of_link = "host_gb_per_s" if machine.num_hosts > 1 and machine.platform == "gpu" else "gb_per_s"
     network = network_of(machine, **{of_link: arguments.network_gb_per_s}, file=arguments.network_file)
-    *training, options = _training(arguments, machine.num_devices)
+    loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
-    say = partial(print, flush=True)
     return inspect(
-        *training, strategies, target=machine.spec, peaks=arguments.peaks, network=network, say=say, **options
-    )
+        loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
+        say=partial(print, flush=True), **options,
+    )  # fmt: skip
 
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...]:
