@@ -7,7 +7,7 @@ Printed, they are a table.
 """
 
 import functools
-import itertools
+import math
 import os
 import tempfile
 from collections import Counter
@@ -165,17 +165,12 @@ def _kind_of(loop: Operation) -> str:
 
 
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The axes of a mesh along which the devices of a group lie, the first of them the first of the group."""
+    """The axes of a mesh along which the devices of a group lie; None if they are not all devices along some axes."""
     if mesh is None or mesh.size != num_devices:
         return None
-    devices = np.arange(mesh.size).reshape(mesh.axis_sizes)
-    names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    for count in range(1, len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-            if {*devices[place].flat} == {*group}:
-                return axes
-    return None
+    places = zip(mesh.axis_names, np.unravel_index(group, mesh.axis_sizes), strict=True)
+    axes = tuple(name for name, along in places if along.min() < along.max())
+    return axes if math.prod(mesh.shape[name] for name in axes) == len(group) else None
 
 
 def in_bytes(num_bytes: int) -> str:
