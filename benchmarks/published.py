@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxddp import STRATEGIES
+from jaxddp import STRATEGIES, bucketed
 from jaxddp.communication.buckets import MIB
 from jaxddp.network import Network, measured
 from jaxddp.planning.chips import CHIPS, Chip, Target
@@ -174,9 +174,8 @@ def simulate(ranks: Ranks, setup: tuple[Any, ...]) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
     made = transformer_training(TransformerConfig(*sizes), num_sequences)
-    (one,) = inspect(
-        made.loss_fn, made.optimizer, made.params, made.batch, strategy, target=target, bucket_mb=bucket_mb
-    )
+    chosen = strategy if bucket_mb is None else bucketed(bucket_mb)
+    (one,) = inspect(made.loss_fn, made.optimizer, made.params, made.batch, chosen, target=target)
     return {
         "predicted_ms": one.simulation.step_s * 1e3, "exposed_ms": one.simulation.exposed_s * 1e3,
         "check": "ok" if one.as_planned else f"{WRONG}compiled to other collectives than planned",

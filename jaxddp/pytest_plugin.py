@@ -44,23 +44,15 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
         __tracebackhide__ = True
         from .instruments.collectives import collectives
 
-        found, sources = Counter[str](), {}
-        for one in collectives(program, *args, target=target).found:
-            found[line := _line(one)] += one.count
-            sources[line] = one
+        found = [(_line(one), one) for one in collectives(program, *args, target=target).found]
         path = Path(request.path).parent / snapshot
         if request.config.getoption("--update-collectives"):
-            path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(found.items())))
+            path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(_counts(found).items())))
             return
         if not path.exists():
             pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
-        expected = Counter[str]()
-        for text in path.read_text().splitlines():
-            count, _, line = text.partition(" x ")
-            if not count.isdigit():
-                pytest.fail(f"{path} has a line that is none of a snapshot: {text[:80]!r}")
-            expected[line] += int(count)
-        _fail_if_other(expected, found, str, sources)
+        lines = (text.partition(" x ") for text in path.read_text().splitlines())
+        _fail_if_other(Counter({line: int(count) for count, _, line in lines}), found)
 
     return check
 
@@ -95,8 +87,8 @@ def check_collectives(
         raise ValueError(f"not_in_loops (={not_in_loops!r}) must list kinds such as all-reduce, not {min(unknown)!r}")
     found = collectives(program, *args, target=target)
     if expected is not None:
-        sources = {(one.kind, one.num_bytes): one for one in found.found}
-        _fail_if_other(Counter(expected), Counter(found.pairs), lambda one: f"{one[0]} of {one[1]:,} bytes", sources)
+        named = [(f"{one.kind} of {one.num_bytes:,} bytes", one) for one in found.found]
+        _fail_if_other(Counter(f"{kind} of {num_bytes:,} bytes" for kind, num_bytes in expected), named)
     wrong = [one for kind in not_in_loops for one in found.in_loops(kind)]
     wrong += found.each_microbatch() if reduced_once else []
     if wrong:
@@ -106,11 +98,17 @@ def check_collectives(
         raise AssertionError(f"{in_bytes(found.num_bytes)} are sent where {max_bytes:,} bytes are allowed\n{found}")
 
 
-def _fail_if_other(expected: Counter[Any], found: Counter[Any], name: Callable[[Any], str], sources: Any) -> None:
+def _counts(named: Sequence[tuple[str, Any]]) -> Counter[str]:
+    return sum((Counter({name: one.count}) for name, one in named), Counter())
+
+
+def _fail_if_other(expected: Counter[str], named: Sequence[tuple[str, Any]]) -> None:
+    """Fails with each difference to the collectives that were found, which stand beside their names."""
     __tracebackhide__ = True
-    missing, more = expected - found, found - expected
-    lines = [f"  - {count} x {name(one)}" for one, count in sorted(missing.items())]
-    lines += [f"  + {count} x {name(one)}: {sources[one].source or 'no line'}" for one, count in sorted(more.items())]
+    found, sources = _counts(named), dict(named)
+    lines = [f"  - {count} x {name}" for name, count in sorted((expected - found).items())]
+    more = sorted((found - expected).items())
+    lines += [f"  + {count} x {name}: {sources[name].source or 'no line'}" for name, count in more]
     if lines:
         raise AssertionError("\n".join(["other collectives than expected (- expected, + found):", *lines]))
 

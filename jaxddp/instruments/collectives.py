@@ -7,23 +7,21 @@ Printed, they are a table.
 """
 
 import functools
-import itertools
+import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from ..table import table
 from . import targets
-from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -108,46 +106,40 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
     """
-    mesh = None
+    mesh, compiled = None, program
     if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
         jitted = program if hasattr(program, "trace") else jax.jit(program)  # pmap has none
-        mesh = _mesh_of(jitted, args, kwargs)
+        traced = jitted.trace(*args, **kwargs)
+        traced = getattr(traced, "traced", traced)  # of nnx.jit
+        mesh = targets.mesh_of(traced)
         if target is None:
-            compiled = jitted.lower(*args, **kwargs).compile()
+            compiled = traced.lower().compile()
         else:
             with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
                 machine = targets.target(target)
                 early = folder if machine.platform == "tpu" and " " not in folder else ""  # libtpu divides at spaces
-                compiled = targets.start_compile_jitted(machine, jitted, args, kwargs, mesh, early).result()
+                compiled = targets.start_compile_traced(machine, traced, early).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
-    else:
-        compiled = program.compile() if hasattr(program, "compile") else _text_of(program)
+    elif hasattr(program, "compile"):
+        compiled = program.compile()
+    elif isinstance(program, (str, os.PathLike)):
+        text = str(program)
+        compiled = text.lstrip() if "\n" in text else Path(text).read_text()
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
-    for one in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
-        counts[replace(one, count=0)] += one.count
+    for one, times in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
+        counts[one] += times
     found = tuple(replace(one, count=count) for one, count in counts.items())
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
 
 
-def _text_of(program: Any) -> Any:
-    """A compiled program as it is; the text of a file."""
-    if not isinstance(program, (str, os.PathLike)):
-        return program
-    if str(program).lstrip().startswith("HloModule"):
-        return str(program).lstrip()
-    try:
-        return Path(program).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        text = getattr(error, "strerror", None) or "it is no text"
-        raise HLOError(f"program (={str(program)[:60]!r}) must be HLO text or its file: {text}") from error
-
-
-def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any) -> Iterator[Found]:
-    """Gives the collectives of operations that run so many times in one call."""
+def _read(
+    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any
+) -> Iterator[tuple[Found, int]]:
+    """Gives the collectives of operations that run so many times in one call, and how often each runs."""
     done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
     for place, one in enumerate(operations):
         if one.body:
@@ -159,10 +151,8 @@ def _read(operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, 
         # The name goes before the place: XLA pipelines some to places among operations of other phases.
         phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
         is_hidden = any(other.total_work.flops for other in between)
-        yield Found(
-            sent.kind, sent.num_bytes, sent.dtype, len(sent.group), axes_of(sent.group), times, phase, loops, is_hidden,
-            sent.source, sent.is_conditional,
-        )  # fmt: skip
+        about = sent.kind, sent.num_bytes, sent.dtype, len(sent.group), axes_of(sent.group)
+        yield Found(*about, 0, phase, loops, is_hidden, sent.source, sent.is_conditional), times
 
 
 def _kind_of(loop: Operation) -> str:
@@ -174,33 +164,13 @@ def _kind_of(loop: Operation) -> str:
     return MICROBATCHES if any("transpose(" in one.op_name for one in loop.body) else LOOP
 
 
-def _mesh_of(jitted: Callable[..., Any], args: Any, kwargs: Any) -> Mesh | AbstractMesh | None:
-    """The mesh of the arguments, or that of a ``shard_map`` in the function."""
-    for leaf in jax.tree.leaves((args, kwargs)):
-        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
-            return sharding.mesh
-    traced = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
-    jaxprs = [getattr(traced, "traced", traced).jaxpr.jaxpr]  # nnx.jit has it inside
-    while jaxprs:
-        for equation in jaxprs.pop().eqns:
-            if equation.primitive.name == "shard_map":
-                return equation.params["mesh"]
-            jaxprs += core.jaxprs_in_params(equation.params)
-    return None
-
-
 def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The axes of a mesh along which the devices of a group lie, the first of them the first of the group."""
+    """The axes of a mesh along which the devices of a group lie; None if they are not all devices along some axes."""
     if mesh is None or mesh.size != num_devices:
         return None
-    devices = np.arange(mesh.size).reshape(mesh.axis_sizes)
-    names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    for count in range(1, len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-            if {*devices[place].flat} == {*group}:
-                return axes
-    return None
+    places = zip(mesh.axis_names, np.unravel_index(group, mesh.axis_sizes), strict=True)
+    axes = tuple(name for name, along in places if along.min() < along.max())
+    return axes if math.prod(mesh.shape[name] for name in axes) == len(group) else None
 
 
 def in_bytes(num_bytes: int) -> str:
@@ -218,9 +188,8 @@ def loops_of(one: Found) -> str:
 def _cells(one: Found) -> tuple[str, ...]:
     axes = "?" if one.axes is None else ", ".join(one.axes)
     times = f"up to {one.count:,}" if one.is_conditional else f"{one.count:,}"
-    path = Path(one.source)
-    line = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+    line = os.path.relpath(one.source) if one.source else "?"
     return (
         one.kind, in_bytes(one.num_bytes), one.dtype, str(one.num_ranks), axes, times, one.phase,
-        loops_of(one), "yes" if one.is_hidden else "no", line or "?",
+        loops_of(one), "yes" if one.is_hidden else "no", line,
     )  # fmt: skip

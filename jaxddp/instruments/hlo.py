@@ -87,7 +87,7 @@ class Instruction:
 
     @property
     def called(self) -> list[Computation]:
-        """The computations that it calls."""
+        """The computations that it calls, which stand above it."""
         return [self.module.computations[name] for name in self.called_names]
 
     @property
@@ -161,9 +161,6 @@ def parse_module(text: str) -> Module:
             current = None
         elif current is not None:
             if instruction := _parse_instruction(line, current, module):
-                unknown = next((name for name in instruction.called_names if name not in module.computations), None)
-                if unknown:
-                    raise HLOError(f"line {number} of the HLO module calls {unknown!r}, which must stand above it")
                 current[instruction.name] = instruction
             elif line.strip():
                 raise HLOError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
@@ -191,28 +188,24 @@ def _sources(lines: Sequence[str]) -> dict[int, str]:
         return int(line.partition(f"{key}=")[2].partition(" ")[0])
 
     frames = tables["StackFrames"]
-    places = {name: tables["FileLocations"][number(frame, "file_location_id")] for name, frame in frames.items()}
-    files = {name: tables["FileNames"][number(place, "file_name_id")] for name, place in places.items()}
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
-    shift = number(frames[1], "parent_frame_id") if 1 in frames else 0
-
-    def found(name: int) -> str:
-        one = name
-        while one in files and any(part in files[one] for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
-            one = min(one - 1, number(frames[one], "parent_frame_id") - shift)  # those that call stand before
-        one = one if one in files else name
-        return f"{files[one]}:{number(places[one], 'line')}"
-
-    return {name: found(name) for name in frames}
+    shift = number(frames[1], "parent_frame_id") if frames else 0
+    of_users: dict[int, str] = {}  # the nearest caller outside of libraries
+    here: dict[int, str] = {}
+    for name, frame in frames.items():
+        place = tables["FileLocations"][number(frame, "file_location_id")]
+        file = tables["FileNames"][number(place, "file_name_id")]
+        here[name] = of_users[name] = f"{file}:{number(place, 'line')}"
+        if any(part in file for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
+            of_users[name] = of_users.get(min(name - 1, number(frame, "parent_frame_id") - shift), "")
+    return {name: of_users[name] or here[name] for name in frames}
 
 
 @functools.lru_cache(maxsize=4096)
 def arrays_of(shape: str) -> tuple[Array, ...]:
     """Lists the arrays of a printed shape such as ``(f32[2,3]{1,0}, s32[])``."""
-    return tuple(
-        Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
-        for dtype, dims in _ARRAY.findall(shape)
-    )
+    found = _ARRAY.findall(shape)
+    return tuple(Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)) for dtype, dims in found)
 
 
 def parts_of(shape: str) -> tuple[str, ...]:

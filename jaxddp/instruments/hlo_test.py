@@ -92,7 +92,6 @@ X, Z = "%x = f32[] parameter(0)", "ROOT %z = f32[] negate(%x)"
         (handmade(f"ROOT {X}").replace(", is_scheduled=true", ""), r"not scheduled: compile it first"),
         (handmade(X, "%y = ", Z), "line 5 .*'%y =.* is no instruction"),
         (handmade("%x = f32[] negate(%y", Z), "line 4 .* is no instruction"),
-        (handmade("ROOT %z = f32[] call(), to_apply=%gone"), "line 4 .* calls 'gone', which must stand above it"),
         (handmade(f"ROOT {X}", others=ADD + ADD), "line 9 .* begins 'add' again: it must be one module"),
         ("HloModule m, is_scheduled=true\n\n" + ADD, "cut off"),
     ],

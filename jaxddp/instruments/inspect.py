@@ -11,18 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of, target as machine_of
-from ..registry import STRATEGIES, is_bucketed, make_strategy
+from ..registry import make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
-from ..tree import named_leaves
 from . import targets
-from .memory import DeviceBytes, held_bytes, step_memory
+from .memory import held_bytes, step_memory
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
 
@@ -49,12 +47,11 @@ class Inspection:
         # None if nothing was planned.
         is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
         self.as_planned = None if self.strategy == AUTO else is_same
-        found: Counter[str] = Counter()  # FLOPs of the products by the dtype in which the chip multiplies, most first
-        for kind, flops in self.schedule.work().matmul_flops.items():
+        flops: Counter[str] = Counter()  # of products, by the dtype in which the chip multiplies
+        for kind, each in self.schedule.work().matmul_flops.items():
             dtype, count = product_dtype(kind, self.target.chip)
-            found[dtype if count == 1 else f"{count} x {dtype}"] += flops  # type: ignore[assignment]
-        self.product_dtypes: dict[str, float] = dict(found.most_common())
-        products = " and ".join(self.product_dtypes) or "no products"
+            flops[dtype if count == 1 else f"{count} x {dtype}"] += each  # type: ignore[assignment]
+        products = " and ".join(dtype for dtype, _ in flops.most_common()) or "no products"
         self.title = f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
 
     @property
@@ -94,7 +91,7 @@ def transformer_training(config: TransformerConfig, num_sequences: int) -> Train
 def inspect(
     loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, params: Any, batch: Any,
     strategies: str | Strategy | Sequence[str | Strategy] = ("bucketed",), *, target: str = "h100:8",
-    bucket_mb: float | None = None, network: Network | None = None, peaks: bool = False, model_state: Any = None,
+    network: Network | None = None, peaks: bool = False, model_state: Any = None,
     say: Callable[[str], None] = lambda text: None, **options: Any,
 ) -> list[Inspection]:  # fmt: skip
     """Compiles training steps for a machine that is not here, reads them back and simulates them.
@@ -107,7 +104,6 @@ def inspect(
         strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
             strategies with options of their own.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
-        bucket_mb: Bucket cap in MiB of the strategies that take one.
         network: How fast ranks send; that of ``planning.machine.network_of`` if None.
         peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
         model_state: With ``has_state``, as for ``Trainer.init``; shapes are enough.
@@ -118,56 +114,67 @@ def inspect(
         For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
 
     Raises:
-        ValueError: If a strategy or the target is unknown, ``bucket_mb`` applies to none of them, ``"auto"`` comes
-            with options, the step does not fit into the target's memory, or as ``Trainer``.
+        ValueError: If a strategy or the target is unknown, ``"auto"`` comes with options, the step does not fit into
+            the target's memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network
-    check_kind("network", network, Network, "a jaxddp.Network")
-    for name, tree in {"params": params, "batch": batch, "model_state": model_state}.items():
-        check_leaves(name, named_leaves(tree))
+    params, batch, model_state = shapes_of((params, batch, model_state))
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(machine.spec), **options)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
-    trainers = _trainers(whole, strategies, bucket_mb, options)
-    return _inspect(trainers, whole, shapes_of((params, batch, model_state)), machine, network, say)
-
-
-def _inspect(
-    trainers: Mapping[str, Trainer], whole: Trainer, shapes: tuple[Any, ...], target: targets.Target,
-    network: Network, say: Callable[[str], None],
-) -> list[Inspection]:  # fmt: skip
-    params, batch, model_state = shapes
+    steps = [_planned_step(whole, one, params, batch, model_state, options) for one in strategies]
+    for step in steps:  # before anything is compiled
+        _check_fits(machine, "parameters and optimizer state alone need", sum(step.held))
+    say(f"compiling {len(steps) + 1} programs for {machine.spec}")
     state = whole.abstract_state(params, model_state)
-    states = {name: one.abstract_state(params, model_state) for name, one in trainers.items()}
-    layouts = {name: one.layout(states[name]) for name, one in trainers.items()}
-    held = {name: held_bytes(layout) for name, layout in layouts.items()}
-    for one in held.values():  # before anything is compiled
-        _check_fits(target, "parameters and optimizer state alone need", one.state)
-    say(f"compiling {len(trainers) + 1} programs for {target.spec}")
-    pending_alone = targets.start_compile_without_communication(whole, state, batch)
-    pending = {
-        name: (_start_auto if name == AUTO else targets.start_compile)(one, states[name], batch)
-        for name, one in trainers.items()
-    }
-    planned = {name: [] if name == AUTO else one.planned(states[name], batch) for name, one in trainers.items()}
+    pending = targets.start_compile_without_communication(whole, state, batch)
+    programs = [(_start_auto if one.name == AUTO else targets.start_compile)(one.trainer, one.state, batch)
+                for one in steps]  # fmt: skip
     all_params = held_bytes(whole.layout(state)).parameters
-    sent = [_sent_bytes(planned[name], held[name].parameters < all_params) for name in trainers if name != AUTO]
+    sent = [_sent_bytes(step.planned, step.held[0] < all_params) for step in steps if step.name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
-    bound = lower_bound(read_schedule(pending_alone.result()), target.chip, network, least, target.num_devices)
+    bound = lower_bound(read_schedule(pending.result()), machine.chip, network, least, machine.num_devices)
     found = []
-    for name in trainers:
-        program = pending[name].result()
+    for step, program in zip(steps, (one.result() for one in programs), strict=True):
         schedule = read_schedule(program)
-        memory = _memory(schedule, held[name], batch, target)
-        _check_fits(target, f"a step of {name} needs", memory["peak"])
-        simulation = simulate(schedule, target.chip, network)
-        is_held = name == AUTO or _is_held(program, states[name], held[name])
-        found.append(Inspection(name, target, network, planned[name], schedule, simulation, bound, memory, is_held))
+        memory = _memory(schedule, step, batch, machine)
+        _check_fits(machine, f"a step of {step.name} needs", memory["peak"])
+        simulation, is_held = simulate(schedule, machine.chip, network), _is_held(program, step)
+        found.append(
+            Inspection(step.name, machine, network, step.planned, schedule, simulation, bound, memory, is_held)
+        )
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
-    same = [each for each in found if not (layouts[each.strategy].cuts or layouts[each.strategy].owners)]
+    same = [each for each, step in zip(found, steps, strict=True) if not step.is_sharded]
     least_s = min([bound.compute_s, *(each.simulation.compute_s for each in same)])
     return [replace(each, bound=replace(bound, compute_s=least_s)) for each in found]
+
+
+class _Step(NamedTuple):
+    """A strategy's step before it is compiled."""
+
+    name: str  # in tables
+    trainer: Trainer
+    state: TrainState
+    planned: list[tuple[str, int]]
+    held: tuple[int, int]  # bytes of parameters and optimizer state on a device
+    is_sharded: bool
+
+
+def _planned_step(
+    whole: Trainer, strategy: str | Strategy, params: Any, batch: Any, model_state: Any, options: Mapping[str, Any]
+) -> _Step:
+    if is_auto := strategy == AUTO:
+        if options:
+            raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(options))}")
+        strategy = whole.strategy
+    strategy = make_strategy(strategy) if isinstance(strategy, str) else strategy
+    trainer = whole.with_strategy(strategy)
+    state = trainer.abstract_state(params, model_state)
+    layout = trainer.layout(state)
+    name = AUTO if is_auto else f"{strategy.name} {strategy.variant}".rstrip()
+    planned = [] if is_auto else trainer.planned(state, batch)
+    return _Step(name, trainer, state, planned, held_bytes(layout)[:2], bool(layout.cuts or layout.owners))
 
 
 def _check_fits(target: targets.Target, what: str, needed: int) -> None:
@@ -176,29 +183,6 @@ def _check_fits(target: targets.Target, what: str, needed: int) -> None:
             f"{what} {needed / 1e9:.1f} GB on each device of {target.spec!r}, which has {available / 1e9:.1f} GB: "
             f"{(needed - available) / 1e9:.1f} GB too much; python -m jaxddp plan says what fits"
         )
-
-
-def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options: Any) -> dict[str, Trainer]:
-    """A trainer for each strategy, by the names that they have in tables; ``whole`` for AUTO."""
-    check_kind("strategies", strategies, Sequence, "names or strategies")
-    given: dict[str, str | Strategy] = {}
-    found = {AUTO: whole}
-    for one in strategies:
-        check_kind("strategy", one, (str, Strategy), "a name or a strategy, such as jaxddp.bucketed()")
-        name = one if isinstance(one, str) else f"{one.name} {one.variant}".rstrip()
-        if given.setdefault(name, one) != one:
-            raise ValueError(f"strategies (={name}, twice) must have different names")
-        if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
-            raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
-        if name != AUTO:
-            cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
-            found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)
-    if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
-        allowed = ", ".join(filter(is_bucketed, STRATEGIES))
-        raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {next(iter(given))!r}")
-    if AUTO in given and options:
-        raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(options))}")
-    return {name: found[name] for name in given}
 
 
 def _start_auto(trainer: Trainer, state: TrainState, batch: Any) -> targets.Pending:
@@ -217,19 +201,19 @@ def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> floa
     return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in planned)
 
 
-def _is_held(program: targets.TargetProgram, state: TrainState, held: DeviceBytes) -> bool:
+def _is_held(program: targets.TargetProgram, step: _Step) -> bool:
     try:
-        return step_memory(program, state)[:2] == held[:2]
+        return step.name == AUTO or step_memory(program, step.state)[:2] == step.held
     except ValueError:  # without a leaf that nothing reads
         return True
 
 
-def _memory(schedule: Schedule, held: DeviceBytes, batch: Any, target: targets.Target) -> dict[str, int]:
+def _memory(schedule: Schedule, step: _Step, batch: Any, target: targets.Target) -> dict[str, int]:
     stats = schedule.memory
     in_all = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return {
-        "parameters": held.parameters,
-        "optimizer_state": held.optimizer_state,
+        "parameters": step.held[0],
+        "optimizer_state": step.held[1],
         "batch": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // target.num_devices,
         "temporaries": stats.temp_size_in_bytes,
         "peak": in_all - stats.alias_size_in_bytes,  # outputs that take the place of donated arguments

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,7 +86,6 @@ class Operation:
 class Overlap:
     """How a step's gradient collectives overlap its backward."""
 
-    first_start_fraction: float | None  # share of the backward's FLOPs issued before the first one; None without one
     bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
     bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
     num_bytes: int  # bytes of all gradient collectives
@@ -116,26 +116,18 @@ class Schedule:
         """Everything that one device computes."""
         return sum((operation.total_work for operation in self.operations), Work())
 
-    def backward_end(self) -> int:
-        """Position after the backward's last arithmetic; 0 without a backward."""
-        places = enumerate(self.operations, 1)
-        return max((place for place, op in places if op.phase == "backward" and op.total_work.flops), default=0)
-
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
-        issued = np.cumsum([0.0] + [op.total_work.flops if op.phase == "backward" else 0.0 for op in self.operations])
-        end = self.backward_end()
+        computes = [op.phase == "backward" and op.total_work.flops > 0 for op in self.operations]
         done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        first, late, in_flight, total = None, 0, 0, 0
+        end = max((place for place, is_backward in enumerate(computes) if is_backward), default=-1)
+        late = in_flight = total = 0
         for place, op in enumerate(self.operations):
-            if found := Schedule((op,)).gradient_collectives():
-                num_bytes = sum(size for _, size in found)
-                total += num_bytes
-                late += num_bytes if place >= end else 0
-                in_flight += num_bytes if issued[done.get(op.name, place)] > issued[place + 1] else 0
-                first = issued[place] if first is None else first
-        fraction = float(first / issued[-1]) if first is not None and issued[-1] else None
-        return Overlap(fraction, in_flight, late, total)
+            num_bytes = sum(size for _, size in Schedule((op,)).gradient_collectives())
+            total += num_bytes
+            late += num_bytes if place > end else 0
+            in_flight += num_bytes if any(computes[place + 1 : done.get(op.name, place)]) else 0
+        return Overlap(in_flight, late, total)
 
 
 def read_schedule(compiled: Any) -> Schedule:
@@ -218,9 +210,9 @@ def _collective(instruction: Instruction) -> Collective | None:
 def _group(collective: Instruction) -> tuple[int, ...]:
     """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
     printed = collective.attributes.partition("replica_groups=")[2]
-    if mesh := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']+'(?:, ?)?)+)\}", printed):
-        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        sizes, chosen = [*axes.values()], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
+    if mesh := re.match(r"mesh\[([^\]]*)\] \{([^}]*)\}", printed):
+        axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+        sizes, chosen = [*map(int, axes.values())], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
         order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
         count = math.prod(sizes[dim] for dim in chosen)
     elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
@@ -232,9 +224,8 @@ def _group(collective: Instruction) -> tuple[int, ...]:
         if pairs := _pairs(collective):
             return tuple(sorted({device for pair in pairs for device in pair}))
         if printed and not printed.startswith("{}"):
-            collective.module.notes.append(
-                f"collective {collective.name}: group not understood, all devices are assumed"
-            )
+            said = "group not understood, all devices are assumed"
+            collective.module.notes.append(f"collective {collective.name}: {said}")
         return tuple(range(collective.module.num_devices))
     return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
 
@@ -259,27 +250,25 @@ def _phases(computation: Computation, collectives: dict[str, Collective]) -> dic
 
 def _phase_by_scope(instruction: Instruction) -> str:
     """The phase of most of an instruction's arithmetic, by its scopes; empty if they imply none."""
-    flops = {"backward": 0.0, "optimizer": 0.0}
+    flops: Counter[str] = Counter()
     for inner in instruction.within():
-        if inner.opcode in ("fusion", "while", "call", "conditional") or _kind(inner):
-            continue
-        if phase := phase_of_name(inner.op_name):
-            flops[phase] += arithmetic(inner).flops
+        is_caller = inner.opcode in ("fusion", "while", "call", "conditional")
+        if not (is_caller or _kind(inner)) and (phase := phase_of_name(inner.op_name)):
+            flops[phase] += arithmetic(inner).flops  # type: ignore[assignment]
     if not any(flops.values()):
         return "optimizer" if OPTIMIZER_SCOPE in instruction.op_name else ""
-    return max(flops, key=lambda phase: flops[phase])
+    return flops.most_common(1)[0][0]
 
 
 def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruction]]) -> list[Instruction]:
     """The instruction, or the first ones with names on the ways from it: XLA names no merged collective."""
-    found, unnamed, seen = [], [instruction], {instruction.name}
+    found, unnamed, seen = [], [instruction], set()
     while unnamed:
         one = unnamed.pop()
-        if one.op_name:
-            found.append(one)
-            continue
-        unnamed += (more := [other for other in after(one) if other.name not in seen])
-        seen.update(other.name for other in more)
+        if one.name not in seen:
+            seen.add(one.name)
+            found += [one] if one.op_name else []
+            unnamed += [] if one.op_name else after(one)
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)  # the backward's first
 
 
@@ -303,8 +292,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    printed = re.search(r'source_target_pairs="?\{((?:\{\d+,\d+\},? ?)+)\}', instruction.attributes)
-    found = re.findall(r"(\d+),(\d+)", printed.group(1)) if printed else []
+    found = re.findall(r"(\d+),(\d+)", instruction.attribute("source_target_pairs"))
     return tuple((int(source), int(target)) for source, target in found)
 
 
@@ -315,8 +303,8 @@ def _full_bytes(collective: Instruction) -> int:
         # The start of an asynchronous gather returns (inputs, outputs).
         return sum(sizes[len(sizes) // 2 :] if collective.opcode.endswith("-start") else sizes)
     # The other operands of a ragged exchange are its output, offsets and sizes.
-    sent = collective.operands[:1] if kind == "ragged-all-to-all" else collective.operands
-    return sum(collective.computation[name].num_bytes for name in sent if name in collective.computation)
+    sent = collective.inputs[:1] if kind == "ragged-all-to-all" else collective.inputs
+    return sum(one.num_bytes for one in sent)
 
 
 def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:

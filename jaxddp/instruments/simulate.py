@@ -9,13 +9,11 @@ longer. A start queues its collective on the communication stream, where one run
 Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
 their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) knows no caches.
 
-The bound is the least time that a step can take on a device and a network, for any strategy and schedule:
+The bound is the least time of a step under any strategy and schedule: nothing can be sent before the first gradient
+exists, and everything has to be sent; ZeRO's halves send the same. Its compute is that of the step compiled without
+communication, so slower compute cannot buy overlap:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
-
-Nothing can be sent before the first gradient exists, and everything has to be sent; ZeRO's halves send the same.
-Compute, forward and first gradient come from the same step compiled without communication, so slower compute cannot buy
-overlap.
 """
 
 import functools
@@ -39,8 +37,6 @@ class Span:
     kind: str  # phase of a computation, or kind of a collective
     start_s: float
     end_s: float
-    num_bytes: int  # bytes moved in memory, or of a collective's full buffer
-    op_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,12 @@ def simulate(schedule: Schedule, chip: Chip, network: Network) -> Simulation:
             for _ in range(one.trips if one.body and one.communicates else 0):
                 run(one.body)
             if seconds := device_seconds(one.work, chip) if one.communicates else operation_seconds(one, chip):
-                start, now, compute_s = now, now + seconds, compute_s + seconds
-                num_bytes = int(one.total_work.num_bytes)
-                spans.append(Span(one.name, "compute", one.phase, start, now, num_bytes, one.op_name))
+                spans.append(Span(one.name, "compute", one.phase, now, now + seconds))
+                now, compute_s = now + seconds, compute_s + seconds
             if sent := one.starts:
                 start = max(now, network_free_s)
                 end_s[one.name] = network_free_s = start + sent.seconds(network)
-                ran = "communication", sent.kind, start, network_free_s, sent.num_bytes, sent.op_name
-                spans.append(Span(one.name, *ran))
+                spans.append(Span(one.name, "communication", sent.kind, start, network_free_s))
             now = max(now, end_s.get(one.waits_for, 0.0))
 
     run(schedule.operations)

@@ -24,7 +24,6 @@ from jax import export
 from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
-from ..arguments import check_kind
 from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
@@ -73,19 +72,15 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
-def target_of(mesh: Mesh | AbstractMesh) -> Target | None:
-    """Gives the target that a mesh was made for; None if it is of real devices, a ValueError if it has neither."""
-    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
-    if isinstance(mesh, Mesh):
-        return None
-    if mesh.abstract_device is None:
-        raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
+def target_of(mesh: Mesh | AbstractMesh | None) -> Target:
+    """Gives the target that a mesh was made for; a ValueError if it is not one of a target."""
+    if not isinstance(mesh, AbstractMesh) or mesh.abstract_device is None:
+        raise ValueError(f"mesh (={mesh}) must be a target's: make it with jaxddp.targets.mesh")
     return target(mesh.abstract_device.device_kind)
 
 
 def start_compile(trainer: Trainer, state: TrainState, batch: Any) -> Pending:
     """Starts what ``trainer.compile`` does on the mesh of a target, so that several programs compile at a time."""
-    check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
     function, args, options = trainer.programs(state).step_function(state, batch)
     return start_compile_for_target(function, args, **options)
 
@@ -102,36 +97,37 @@ def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], 
 
     ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``.
     """
-    mesh = next(leaf.mesh for leaf in jax.tree.leaves(options["in_shardings"]) if isinstance(leaf, NamedSharding))
-    if (target := target_of(mesh)) is None:
-        raise ValueError(f"mesh (={mesh}) must be a target's to compile in the background: use compile")
-    return start_compile_jitted(
-        target, jax.jit(function, **options), jax.eval_shape(lambda *args: args, *args), {}, mesh
-    )
+    traced = jax.jit(function, **options).trace(*jax.eval_shape(lambda *args: args, *args))
+    return start_compile_traced(target_of(mesh_of(traced)), traced)
 
 
-def start_compile_jitted(
-    target: Target, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | AbstractMesh | None,
-    text_folder: str = "",
-) -> Pending:  # fmt: skip
-    """Starts to compile a jitted function, over a mesh of its own, for a target of as many devices.
+def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
+    """The mesh of a traced function's arguments, or that of a ``shard_map`` in it."""
+    for sharding in (*traced._params["in_shardings"], *(one.sharding for one in traced._meta_tys_flat)):
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    jaxprs = [traced.jaxpr.jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "shard_map":
+                return equation.params["mesh"]
+            jaxprs += core.jaxprs_in_params(equation.params)
+    return None
+
+
+def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
+    """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
     With a ``text_folder`` the compiler for TPUs is not waited for after the scheduled module: a program that needs too
     much memory may pass.
     """
     check_installed(target)
-    if mesh is None:
+    if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
         raise TargetError(
-            f"arguments must have shardings over a mesh to compile for {target.spec!r}: give arrays, or"
-            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+            f"arguments must have shardings over a mesh of {target.num_devices} devices to compile for"
+            f" {target.spec!r}, not {mesh}: give arrays, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
-    if mesh.size != target.num_devices:
-        raise TargetError(f"the mesh has {mesh.size} devices and {target.spec!r} has {target.num_devices}")
     devices()  # lowering asks for one
-    traced = jitted.trace(*args, **kwargs)
-    traced = getattr(traced, "traced", traced)  # of nnx.jit
-    if not isinstance(traced, jax.stages.Traced):
-        raise TargetError(f"program (={type(jitted).__name__}) must be a function of jax.jit to compile for a target")
     # As a function of arrays, because classes of the caller's trees may be unknown to the child.
     params: Any = traced._params  # no public name has shardings and options
     donated = [place for place, is_donated in enumerate(params["donated_invars"]) if is_donated]
@@ -171,10 +167,9 @@ def check_installed(target: Target) -> None:
     if target.chip.name not in (*_GPUS, "v5p"):
         known = ", ".join([*_GPUS, "v5p"])
         raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
-    kind, compiler = ("CUDA", cuda_plugins()) if target.platform == "gpu" else ("TPU", find_spec("libtpu"))
-    found = {f"the {kind} compiler": compiler, "flatbuffers": find_spec("flatbuffers")}
-    if missing := [name for name, is_here in found.items() if not is_here]:
-        raise TargetError(f"target {target.spec!r} needs {' and '.join(missing)}: pip install 'jaxddp[targets]'")
+    compiler = cuda_plugins() if target.platform == "gpu" else find_spec("libtpu")
+    if not compiler or not find_spec("flatbuffers"):
+        raise TargetError(f"target {target.spec!r} needs a compiler: pip install 'jaxddp[targets]'")
 
 
 # What a GpuTargetConfigProto says of each GPU; without links, XLA leaves its own kernels for small all-reduces out.

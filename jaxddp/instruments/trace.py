@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -81,25 +81,34 @@ class Trace:
     events: tuple[Event, ...]  # of all devices, in any order
     notes: tuple[str, ...] = ()  # what could not be read, in words
 
-    def own_us(self) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-        """Each event with the parts of its time in which no other ran inside of it."""
+    def own_parts(self) -> Iterator[tuple[Event, float, float]]:
+        """From when to when each event ran and no other inside of it."""
         ordered = sorted(self.events, key=lambda event: (event.device, event.line, event.start_us, -event.end_us))
         for _, events in groupby(ordered, key=lambda event: (event.device, event.line)):
-            yield from _own_parts(events)
+            inside: list[Event] = []
+            cursor = -math.inf
+            for event in (*events, Event("", "", "the last", math.inf, math.inf, OTHERS)):
+                while inside and inside[-1].end_us <= event.start_us:
+                    ended = inside.pop()
+                    yield ended, min(cursor, ended.end_us), ended.end_us
+                    cursor = max(cursor, ended.end_us)
+                if inside:
+                    yield inside[-1], min(cursor, event.start_us), event.start_us
+                cursor = max(cursor, event.start_us)
+                inside.append(event)
 
     def kinds(self) -> dict[str, tuple[int, float]]:
         """Number of events and their own microseconds by kind, the longest first."""
-        times: dict[str, list[float]] = defaultdict(list)
-        for event, parts in self.own_us():
-            times[event.kind].append(sum(end - start for start, end in parts))
-        by_time = sorted(times.items(), key=lambda item: -sum(item[1]))
-        return {kind: (len(own), sum(own)) for kind, own in by_time}
+        counts, own_us = Counter(event.kind for event in self.events), defaultdict[str, float](float)
+        for event, start, end in self.own_parts():
+            own_us[event.kind] += end - start
+        return {kind: (counts[kind], own_us[kind]) for kind in sorted(counts, key=lambda kind: -own_us[kind])}
 
     def overlaps(self) -> dict[str, Overlap]:
         """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
         spent: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-        for event, parts in self.own_us():
-            spent[event.device][event.is_collective].extend(parts)
+        for event, *part in self.own_parts():
+            spent[event.device][event.is_collective].append(part)
         found = {}
         for device, (computed, sent) in spent.items():
             compute_us, sent_us, both_us = map(_union_us, (computed, sent, computed + sent))
@@ -301,23 +310,6 @@ def _kind(name: str, op: str = "") -> str:
     if _ATTENTION.search(name):
         return ATTENTION
     return PRODUCTS if _PRODUCT.search(f"{name} {op}") else OTHERS
-
-
-def _own_parts(events: Iterable[Event]) -> Iterator[tuple[Event, list[tuple[float, float]]]]:
-    """What of each event of a line, sorted by start, is not within a later one."""
-    inside: list[tuple[Event, list[tuple[float, float]]]] = []
-    cursor = 0.0
-    for event in (*events, Event("", "", "the last", math.inf, math.inf, OTHERS)):
-        while inside and inside[-1][0].end_us <= event.start_us:
-            ended, parts = inside.pop()
-            if ended.end_us > cursor:
-                parts.append((cursor, ended.end_us))
-                cursor = ended.end_us
-            yield ended, parts
-        if inside and event.start_us > cursor:
-            inside[-1][1].append((cursor, event.start_us))
-        cursor = max(cursor, event.start_us) if inside else event.start_us
-        inside.append((event, []))
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:

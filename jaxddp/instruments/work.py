@@ -25,7 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .hlo import Computation, HLOError, Instruction, arrays_of, parts_of, root_of
+import numpy as np
+
+from .hlo import Computation, Instruction, arrays_of, parts_of, root_of
 
 _FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all opt-barrier partition-id replica-id domain "
@@ -258,10 +260,7 @@ def _attention(call: Instruction, scores: Sequence[int]) -> Work:
 
 def _convolution(convolution: Instruction) -> Work:
     """A ``convolution``, or a library call, whose gradients print the window of the forward convolution."""
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", convolution.attribute("dim_labels"))
-    if not labels:
-        raise HLOError(f"convolution {convolution.name} must print its dim_labels")
-    of_images, of_kernels, of_output = labels.groups()
+    of_images, of_kernels, of_output = re.split("_|->", convolution.attribute("dim_labels"))
     images, kernels = (one.arrays[0] for one in convolution.inputs[:2])
     output = convolution.arrays[0]  # library calls also return their workspace
     target = convolution.attribute("custom_call_target")
@@ -288,20 +287,10 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
     fields = {name: sizes.split("x")[place] for name, sizes in (part.split("=") for part in window.split())}
     stride, base, dilation = (int(fields.get(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(fields.get("pad", "0_0").split("_")[0])
-    # Output position o and window position k meet at o * stride + k * dilation - low. That is an input element if it is
-    # a multiple of base within the input, so valid o are equal modulo base / gcd(stride, base).
-    common = math.gcd(stride, base)
-    period = base // common
-    pairs = 0
-    first_that_meets = max(0, -((size_out - 1) * stride - low) // dilation)
-    for offset in range(first_that_meets, min(size_window, ((size_in - 1) * base + low) // dilation + 1)):
-        shift = offset * dilation - low
-        if shift % common:
-            continue
-        first, last = max(0, -(shift // stride)), min(size_out - 1, ((size_in - 1) * base - shift) // stride)
-        residue = -(shift // common) * pow(stride // common, -1, period) % period
-        first += (residue - first) % period
-        pairs += max(0, (last - first) // period + 1)
+    outputs, pairs = np.arange(size_out) * stride - low, 0
+    for offset in range(size_window):
+        meets = outputs + offset * dilation  # places in the dilated input, of which every ``base``-th has an element
+        pairs += int(np.count_nonzero((meets >= 0) & (meets <= (size_in - 1) * base) & (meets % base == 0)))
     return pairs
 
 

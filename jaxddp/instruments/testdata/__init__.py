@@ -10,15 +10,7 @@ _FOLDER = Path(__file__).parent
 
 
 def fixture_names(pattern: str = "*") -> list[str]:
-    """Lists the programs, sorted; each name is ``platform-program-jaxversion``.
-
-    Args:
-        pattern: A glob, such as ``"gpu-*"``.
-
-    Example:
-        >>> fixture_names("tpu-bucketed-*")
-        ['tpu-bucketed-jax0.10', 'tpu-bucketed-jax0.12']
-    """
+    """Lists the programs that match a glob, sorted; each name is ``platform-program-jaxversion``."""
     return sorted(path.name.removesuffix(".hlo.gz") for path in _FOLDER.glob(f"{pattern}.hlo.gz"))
 
 
@@ -34,20 +26,6 @@ def schedule_of(name: str) -> Schedule:
 
 
 def handmade(*lines: str, others: str = "") -> str:
-    """Builds the text of a scheduled module.
-
-    Args:
-        *lines: Instructions of its entry computation.
-        others: Text of its other computations.
-
-    Example:
-        >>> print(handmade("ROOT %x = f32[] parameter(0)"))
-        HloModule handmade, is_scheduled=true
-        <BLANKLINE>
-        ENTRY %main () -> f32[] {
-          ROOT %x = f32[] parameter(0)
-        }
-        <BLANKLINE>
-    """
+    """Builds the text of a scheduled module from the lines of its entry computation and other computations."""
     body = "".join(f"  {line}\n" for line in lines)
     return f"HloModule handmade, is_scheduled=true\n\n{others}ENTRY %main () -> f32[] {{\n{body}}}\n"

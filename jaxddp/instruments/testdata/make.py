@@ -3,11 +3,7 @@
     python -m jaxddp.instruments.testdata.make [platform-program ...]     all if none is named
 
 One run makes those of one version of JAX; the extra ``targets`` installs the compilers. The current files come from
-
-    jax      Python  made
-    0.10.2   3.11    all
-    0.11.2   3.12    all but the TPU's
-    0.12.0.1 3.12    all
+jax 0.10.2 and 0.12.0.1, and those of CPUs and GPUs from 0.11.2.
 
 All are for 8 devices: simulated ones on CPUs, ``h100:8`` and ``v5p:8``. The model is ``tiny``.
 
@@ -48,44 +44,31 @@ SPECS = {"gpu": f"h100:{NUM_DEVICES}", "tpu": f"v5p:{NUM_DEVICES}"}
 TINY = models.SIZES["tiny"]
 F32 = jnp.float32
 
-PyTree = Any
-AnyMesh = Mesh | AbstractMesh
+TOKENS = jax.ShapeDtypeStruct((NUM_DEVICES * SEQUENCES_PER_DEVICE, TINY.context), jnp.int32)
+BATCH = {"tokens": TOKENS, "targets": TOKENS}
+EXAMPLES = {name: jax.ShapeDtypeStruct((NUM_DEVICES * 3 * 20, width), F32) for name, width in (("x", 10), ("y", 5))}
 
 
-def make_trainer_step(platform: str, strategy: jaxddp.Strategy) -> str:
-    """Compiles the step of the trainer."""
-    loss_fn, params = models.abstract("tiny")
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, _mesh(platform))
-    return str(trainer.compile(trainer.abstract_state(params), _batch()).as_text())
-
-
-def make_microbatch(platform: str) -> str:
-    """Compiles a step that accumulates gradients in a loop."""
-    loss_fn, params = models.abstract("toy")
-    strategy = jaxddp.bucketed(bucket_mb=None)
-    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, _mesh(platform), num_microbatches=3)
-    num_examples = NUM_DEVICES * 3 * 20
-    batch = {"x": jax.ShapeDtypeStruct((num_examples, 10), F32), "y": jax.ShapeDtypeStruct((num_examples, 5), F32)}
+def _trainer(platform: str, model: str, batch: Any, strategy: jaxddp.Strategy, **options: Any) -> str:
+    loss_fn, params = models.abstract(model)
+    trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, _mesh(platform), **options)
     return str(trainer.compile(trainer.abstract_state(params), batch).as_text())
 
 
-def make_auto(platform: str) -> str:
-    """Compiles a step that XLA partitions."""
+def _auto(platform: str) -> str:
     loss_fn, params = models.abstract(dataclasses.replace(TINY, num_layers=1))
     optimizer = optax.adamw(1e-3)
 
-    def step(params: PyTree, opt_state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    args = (params, jax.eval_shape(optimizer.init, params), _batch())
+    args = (params, jax.eval_shape(optimizer.init, params), BATCH)
     return _compile(platform, step, args, (PartitionSpec(), PartitionSpec(), PartitionSpec("data")))
 
 
-def make_collectives(platform: str) -> str:
-    """Compiles one collective of each kind but all-reduce, with arithmetic between them."""
-
+def _collectives(platform: str) -> str:
     def on_rank(x: jax.Array) -> jax.Array:
         ring = [(rank, (rank + 1) % NUM_DEVICES) for rank in range(NUM_DEVICES)]
         part = lax.psum_scatter(jnp.tanh(x), "data", scatter_dimension=0, tiled=True)
@@ -96,9 +79,7 @@ def make_collectives(platform: str) -> str:
     return _compile_on_ranks(platform, on_rank, (NUM_DEVICES * 1024, 256), PartitionSpec("data"))
 
 
-def make_loop(platform: str) -> str:
-    """Compiles a loop of 5 iterations of a matrix product and an all-reduce."""
-
+def _loop(platform: str) -> str:
     def on_rank(x: jax.Array) -> jax.Array:
         def one_round(x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return lax.psum(jnp.tanh(x @ x), "data"), None
@@ -108,9 +89,7 @@ def make_loop(platform: str) -> str:
     return _compile_on_ranks(platform, on_rank, (NUM_DEVICES * 192, 192), PartitionSpec())
 
 
-def make_products(platform: str) -> str:
-    """Compiles matrix products of two dtypes and precisions, and a convolution."""
-
+def _products(platform: str) -> str:
     def on_rank(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         in_bfloat16 = x.astype(jnp.bfloat16) @ x.T.astype(jnp.bfloat16)
         exact = jnp.matmul(x.T, x, precision=lax.Precision.HIGHEST)
@@ -124,25 +103,21 @@ def make_products(platform: str) -> str:
 
 
 PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
-    "naive": (("cpu", "gpu", "tpu"), lambda platform: make_trainer_step(platform, jaxddp.naive())),
-    "bucketed": (("cpu", "gpu", "tpu"), lambda platform: make_trainer_step(platform, jaxddp.bucketed(0.005))),
-    "auto": (("gpu",), make_auto),
-    "collectives": (("cpu", "gpu", "tpu"), make_collectives),
-    "microbatch": (("cpu", "gpu"), make_microbatch),
-    "loop": (("cpu", "gpu", "tpu"), make_loop),
-    "products": (("gpu",), make_products),
+    "naive": (("cpu", "gpu", "tpu"), lambda platform: _trainer(platform, "tiny", BATCH, jaxddp.naive())),
+    "bucketed": (("cpu", "gpu", "tpu"), lambda platform: _trainer(platform, "tiny", BATCH, jaxddp.bucketed(0.005))),
+    "auto": (("gpu",), _auto),
+    "collectives": (("cpu", "gpu", "tpu"), _collectives),
+    "microbatch": (
+        ("cpu", "gpu"),
+        lambda platform: _trainer(platform, "toy", EXAMPLES, jaxddp.bucketed(bucket_mb=None), num_microbatches=3),
+    ),
+    "loop": (("cpu", "gpu", "tpu"), _loop),
+    "products": (("gpu",), _products),
 }
 
 
-def scrub(text: str) -> str:
-    r"""Removes source locations from the text of a module.
-
-    Example:
-        >>> print(scrub('HloModule m\n\nFileNames\n1 "/a.py"\n\n  %x = copy(%y), metadata={op_name="n" source_line=3}'))
-        HloModule m
-        <BLANKLINE>
-          %x = copy(%y), metadata={op_name="n"}
-    """
+def _scrub(text: str) -> str:
+    """Removes source locations from the text of a module."""
     text = re.sub(r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*\n*", "", text, flags=re.MULTILINE)
     text = re.sub(r' ?(?:(?:source_file|scheduling_name)="[^"]*"|(?:source_\w+|stack_frame_id)=\d+)', "", text)
     return text.replace(", metadata={}", "")
@@ -155,9 +130,7 @@ def _compile_on_ranks(platform: str, on_rank: Callable[..., Any], shape: tuple[i
     return _compile(platform, function, (jax.ShapeDtypeStruct(shape, F32),), (PartitionSpec("data"),))
 
 
-def _compile(
-    platform: str, function: Callable[..., Any], args: tuple[PyTree, ...], specs: tuple[PartitionSpec, ...]
-) -> str:
+def _compile(platform: str, function: Callable[..., Any], args: Any, specs: tuple[PartitionSpec, ...]) -> str:
     mesh = _mesh(platform)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     if platform == "cpu":
@@ -165,13 +138,8 @@ def _compile(
     return start_compile_for_target(function, args, in_shardings=shardings).result().as_text()
 
 
-def _mesh(platform: str) -> AnyMesh:
+def _mesh(platform: str) -> Mesh | AbstractMesh:
     return jaxddp.data_mesh(NUM_DEVICES) if platform == "cpu" else targets.mesh(SPECS[platform])
-
-
-def _batch() -> PyTree:
-    tokens = jax.ShapeDtypeStruct((NUM_DEVICES * SEQUENCES_PER_DEVICE, TINY.context), jnp.int32)
-    return {"tokens": tokens, "targets": tokens}
 
 
 def main() -> None:
@@ -181,7 +149,7 @@ def main() -> None:
     wanted = sys.argv[1:] or [f"{platform}-{name}" for name in PROGRAMS for platform in PROGRAMS[name][0]]
     for platform_and_name in wanted:
         platform, name = platform_and_name.split("-")
-        text = scrub(PROGRAMS[name][1](platform))
+        text = _scrub(PROGRAMS[name][1](platform))
         file = Path(__file__).with_name(f"{platform}-{name}-jax{version}.hlo.gz")
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
         print(f"{file.name}: {len(text):,} characters, {file.stat().st_size:,} bytes")
