@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
         return show_trace(arguments)
+    if arguments.write_network is not None:
+        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
     show(inspections, arguments.trainer or arguments.model)
     if arguments.out is not None:
