@@ -1,9 +1,8 @@
 """Whole parameters under ZeRO: each belongs to one rank, so that any optimizer that updates them one by one can run.
 
-``zero1(shard="leaves")`` and ``zero2(shard="leaves")`` communicate gradients and parameters as without it, in shards of
-every parameter. In between, an all-to-all collects the shards of each gradient on the rank that owns its parameter, and
-another one returns the shards of the updated parameter. So the update sees whole parameters (Muon, Adafactor, LAMB),
-however unequal they are, and the bulk of what is sent stays balanced.
+``shard="leaves"`` communicates as without it, in shards of every parameter. In between, an all-to-all collects the
+shards of each gradient on the rank that owns its parameter, and another one returns the shards of the updated
+parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what is sent stays balanced.
 
     =============== ============================= =================================================
     tensor          on each rank                  bytes on each rank
@@ -15,22 +14,19 @@ however unequal they are, and the bulk of what is sent stays balanced.
     other state     as the optimizer has it       that of no parameter: equal on all ranks
     =============== ============================= =================================================
 
-    g[r]    = chunk r of every mean gradient                         as in stages 1 and 2
-    G       = all-to-all of g: chunks of this rank's parameters      whole gradients of what this rank owns
-    P, S    = optimizer(G, S, P)                                     branch r of a switch over the ranks
-    p[r]    = all-to-all of P: chunk r of every parameter            then the all-gather of stages 1 and 2
+    g[r]  = shard r of every mean gradient                         as in stages 1 and 2
+    G     = all-to-all of g: shards of this rank's parameters      whole gradients of what this rank owns
+    P, S  = optimizer(G, S, P)                                     branch r of a switch over the ranks
+    p[r]  = all-to-all of P: shard r of every parameter            then the all-gather of stages 1 and 2
 
-    calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``, whose masters are shards
-    bytes sent per rank: about 1/N of the parameters' for each
+    calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``; each sends about 1/N of Psi
 
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
 part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
-several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
-learning rates, and the arrays of one element that Adafactor has for state it does not need.
+several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter, like counts.
 
 References:
-    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1). Ahn et al., Dion: Distributed Orthonormalized
-    Updates, arXiv:2504.05295.
+    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1).
 """
 
 from __future__ import annotations
@@ -93,12 +89,6 @@ class LeafOwners:
         widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
         swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
-
-    Example:
-        >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones(6), "c": jnp.ones(9)}
-        >>> leaves = LeafOwners(optax.sgd(0.1, momentum=0.9), params, num_ranks=2)
-        >>> leaves.owners, leaves.widths
-        ({'a': 0, 'b': 1, 'c': 1}, {'float32': 16})
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
@@ -154,14 +144,11 @@ class LeafOwners:
         grad_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(grads)))
         param_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params))) if full is None else {}
 
-        def compute(owner: int | None, grads: _Arrays, states: _Arrays, params: _Arrays) -> tuple[_Arrays, _Arrays]:
+        def compute(owner: int | None, grads: _Arrays, states: _Arrays, params: _Arrays) -> list[_Arrays]:
             given = [*map(grads.get, self.owners), *states.values(), *map(params.get, self.owners), value]
-            found = _compute(
-                program, given, [one == owner for one in (*self.owners.values(), *self._state_owners.values())]
-            )
-            return dict(zip(self.owners, found, strict=False)), dict(
-                zip(states, found[len(self.owners) :], strict=True)
-            )
+            kinds = self.owners, self._state_owners
+            found = iter(_compute(program, given, [one == owner for kind in kinds for one in kind.values()]))
+            return [{name: next(found) for name in kind} for kind in kinds]
 
         def of_owner(owner: int) -> tuple[_Arrays, _Arrays]:
             held = self._leaves.unpack(owner, param_rows) if full is None else named_leaves(full)
@@ -186,13 +173,9 @@ class LeafOwners:
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        found, owned = named_leaves(state), {}
-        for dtype, buckets in self._states.buckets.items():
-            rows = np.zeros((self.num_ranks, self.widths[dtype]), jnp.dtype(dtype))
-            for row, bucket in zip(rows, buckets, strict=True):
-                flat = [np.asarray(found[tensor.name]).reshape(-1) for tensor in bucket.tensors]
-                row[: bucket.num_elements] = np.concatenate(flat) if flat else 0
-            owned[dtype] = rows.reshape(-1)
+        found = named_leaves(state)
+        rows = [self._flat(owner, found) for owner in range(self.num_ranks)]
+        owned = {dtype: np.concatenate([row[dtype] for row in rows]) for dtype in self.widths}
         return OwnedState(self.shared(found), owned)
 
     def shared(self, states: Mapping[str, Any]) -> Any:
@@ -201,7 +184,8 @@ class LeafOwners:
 
     def _by_name(self, shared: Any) -> _Arrays:
         """Undoes ``shared``: None for each leaf that has an owner."""
-        return dict(zip(self.param_of, jax.tree.structure(self.slots).flatten_up_to(shared), strict=True))
+        leaves = iter(jax.tree.leaves(shared))
+        return {name: next(leaves) if of is None else None for name, of in self.param_of.items()}
 
     def _update(self, value_dtype: Any) -> core.ClosedJaxpr:
         """Traces the update of all parameters."""
@@ -302,8 +286,9 @@ class _Packing:
         return found
 
     def _joined(self, dtype: str, rows: list[jax.Array], num_rows: int) -> jax.Array:
+        numpy = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
         padding = self.widths[dtype] - sum(row.shape[1] for row in rows)
-        return jnp.concatenate([*rows, jnp.zeros((num_rows, padding), dtype)], axis=1)
+        return numpy.concatenate([*rows, numpy.zeros((num_rows, padding), jnp.dtype(dtype))], axis=1)
 
 
 def _compute(program: core.ClosedJaxpr, given: Sequence[Any], is_wanted: Sequence[bool]) -> list[Any]:
