@@ -10,8 +10,7 @@ from flax import nnx
 import jaxddp
 from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
-from jaxddp.communication.ring import ring_all_reduce
+from jaxddp.communication.collectives import broadcast, reduce, send_recv
 from jaxddp.comparison_test import refusal
 from jaxddp.flax import from_nnx
 
@@ -109,13 +108,6 @@ def test_the_most_likely_ones_are_told_what_to_write():
 def on_ranks(function):
     specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
     jax.shard_map(function, mesh=jaxddp.data_mesh(2), **specs)(jnp.ones(4))
-
-
-@pytest.mark.parametrize("collective", [all_gather, all_reduce, reduce_scatter, ring_all_reduce])
-def test_a_collective_names_its_axis_and_its_array(collective):
-    found = refusal(on_ranks, lambda x: collective(x, "model"))
-    assert found.startswith("axis (='model') must be bound: call this inside jax.shard_map over it")
-    assert refusal(on_ranks, lambda x: collective(None, "data")).startswith("x (=None) must be an array")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ References:
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,26 +64,16 @@ def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[
 
 
 def mirrored(params: Any, state: Any) -> Any:
-    """Lays out an optimizer's state: what has the shape of a parameter, and a path that ends in its path, lies as it.
-
-    Of several it is that of a tree of parameters: ``0.mu.w`` is of ``w``, not ``mu.w``, if ``0`` holds a count too.
-    """
+    """Lays out an optimizer's state: what has a parameter's shape, and a path that ends in its path, lies like it."""
 
     def name_of(path: Any) -> str:
         return f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
 
     leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(state)]
-
-    @cache
-    def is_of_params(root: str) -> bool:
-        return all(name.removeprefix(root) in leaves for name in names if name.startswith(f"{root}."))
 
     def place(path: Any, struct: Any) -> Leaf:
-        name = name_of(path)
-        of = [one for one in leaves if leaves[one].shape == struct.shape and name.endswith(one)]
-        mirror = max(of, key=lambda one: (is_of_params(name.removesuffix(one)), len(one)), default=None)
-        return Leaf(struct.shape, struct.dtype) if mirror is None else replace(leaves[mirror], dtype=struct.dtype)
+        of = [one for one in leaves if leaves[one].shape == struct.shape and name_of(path).endswith(one)]
+        return replace(leaves[max(of, key=len)], dtype=struct.dtype) if of else Leaf(struct.shape, struct.dtype)
 
     return jax.tree.map_with_path(place, state)
 
@@ -96,18 +86,12 @@ def reduce_full(
 
 
 def all_reduce_grads(
-    ranks: Ranks,
-    hook: Hook | None,
-    grads: Mapping[str, jax.Array],
-    plan: BucketPlan,
-    divisor: Any,
-    number: Any = None,
+    ranks: Ranks, hook: Hook | None, grads: Mapping[str, jax.Array], plan: BucketPlan, divisor: Any, number: Any = None
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks.
 
-    On GPUs large gradients are sent as they are, where the plan does not hold them. XLA joins reductions of one key to
-    one of several operands, without copies, which NCCL gets as one group; those of a hook may be merged with each
-    other. ``jaxddp.compile_options`` keep those of other keys apart.
+    On GPUs large gradients are sent as they are: XLA joins the reductions of one key to one of several operands,
+    without copies, and ``jaxddp.compile_options`` keep those of other keys apart.
     """
 
     def send(buffer: Any, key: str) -> Any:
@@ -125,7 +109,6 @@ def update_full(
     grads: Mapping[str, jax.Array], opt_state: Any, params: Any, plan: BucketPlan, layout: Layout, value: Any
 ) -> tuple[Any, Any]:
     """Every rank updates all parameters."""
-    del plan
     return layout.optimizer.step(like(params, dict(grads)), opt_state, params, value)
 
 
@@ -134,7 +117,6 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
     update = optax.with_extra_args_support(optimizer).update
 
     def step(grads: Any, state: Any, params: Any, value: Any, full: Any = None) -> tuple[Any, Any]:
-        del full
         updates, state = update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
@@ -164,9 +146,7 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
     """One all-reduce per bucket, as the bucket fills.
 
     Args:
-        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``: 1 and 25 MiB, then four times
-            as much each, up to an eighth of all gradients' bytes if that is more than 25 MiB; see
-            ``plan_all_reduces``.
+        bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
         rule: When a bucket closes; see ``plan_buckets``.
         hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
             ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.

@@ -12,7 +12,8 @@ what others need to know is in its plan and its layout.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,6 @@ from jax.sharding import PartitionSpec
 from .communication.buckets import BucketPlan, TensorSpec
 from .communication.collectives import Axis, silent
 from .communication.reduction import Means
-from .communication.sharding import Cut
 from .scopes import OTHER_AXES_SCOPE
 from .tree import named_leaves, path_name, split
 
@@ -53,14 +53,8 @@ class Ranks:
     num_ranks: int  # along all of these
     num_shards: int  # along the last one
     other_axes: tuple[str, ...] = ()  # axes of the mesh that are XLA's, along which parameters may be split
-    shard_axis: str = field(init=False)
-    replica_axes: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Takes the axes apart."""
-        *replica_axes, shard_axis = (self.axis,) if isinstance(self.axis, str) else self.axis
-        object.__setattr__(self, "shard_axis", shard_axis)
-        object.__setattr__(self, "replica_axes", tuple(replica_axes))
+    shard_axis = cached_property(lambda self: self.axis if isinstance(self.axis, str) else self.axis[-1])
+    replica_axes = cached_property(lambda self: () if isinstance(self.axis, str) else self.axis[:-1])
 
     def on_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Maps a function over the devices of a rank, each of which has blocks of its own; itself if it has one."""
@@ -86,25 +80,18 @@ class Layout:
     trainable: Callable[[str], bool] | None = None  # predicate on a parameter's name; None trains all
     owners: Any = None  # which rank owns which parameter, where whole ones have owners (``zero/owners.py``)
     # By name:
-    held: dict[str, Cut] = field(init=False)  # how parameters that are shards between steps are cut
-    cuts: dict[str, Cut] = field(init=False)  # how parameters that are updated by shards are cut
-    dtypes: dict[str, Any] = field(init=False)  # in which parameters are updated
-    grad_dtypes: dict[str, Any] = field(init=False)  # in which gradients are added up
-    specs: dict[str, PartitionSpec] = field(init=False)  # how parameters lie along the other axes
-    shard_specs: dict[str, PartitionSpec] = field(init=False)  # how what is updated of them lies along these
-
-    def __post_init__(self) -> None:
-        """Works out what is looked up by name."""
-        updated = named_leaves(self.updated)
-        for name, found in (
-            ("held", {name: leaf.cut for name, leaf in named_leaves(self.params).items() if leaf.cut}),
-            ("cuts", {name: leaf.cut for name, leaf in updated.items() if leaf.cut}),
-            ("dtypes", {name: leaf.dtype for name, leaf in updated.items()}),
-            ("grad_dtypes", {name: self.grad_dtype or leaf.dtype for name, leaf in updated.items()}),
-            ("specs", {name: leaf.spec for name, leaf in updated.items()}),
-            ("shard_specs", {name: leaf.shard_spec for name, leaf in updated.items()}),
-        ):
-            object.__setattr__(self, name, found)
+    # How parameters that are shards between steps are cut, and those that are updated by shards:
+    held = cached_property(
+        lambda self: {name: leaf.cut for name, leaf in named_leaves(self.params).items() if leaf.cut}
+    )
+    cuts = cached_property(lambda self: {name: leaf.cut for name, leaf in self.leaves.items() if leaf.cut})
+    leaves = cached_property(lambda self: named_leaves(self.updated))
+    # In which dtype parameters are updated, and in which gradients are added up:
+    dtypes = cached_property(lambda self: {name: leaf.dtype for name, leaf in self.leaves.items()})
+    grad_dtypes = cached_property(lambda self: {name: self.grad_dtype or one for name, one in self.dtypes.items()})
+    # How parameters lie along the other axes, and how what is updated of them does:
+    specs = cached_property(lambda self: {name: leaf.spec for name, leaf in self.leaves.items()})
+    shard_specs = cached_property(lambda self: {name: leaf.shard_spec for name, leaf in self.leaves.items()})
 
     def whole(self) -> Any:
         """Describes the full parameters, in the dtypes in which they are updated."""
@@ -159,8 +146,7 @@ def with_masters(layout: Layout, compute_dtype: Any) -> Layout:
     is_trained = layout.trainable or (lambda name: True)
 
     def step(grads: Any, state: Masters, params: Any, value: Any, full: Any = None) -> tuple[Any, Masters]:
-        del full  # they are copies of the masters
-        # The gradient is in the master's dtype by now; ranks hold shards of masters under stages 1 and 2.
+        # The gradient is in the master's dtype by now; ``full`` are copies of the masters.
         masters, of_inner = inner.step(grads, state.inner, state.params, value)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), masters, params), Masters(masters, of_inner)
 

@@ -27,7 +27,7 @@ ONLY_IN_ONE = {
     "models/functional": {"abstract"},
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
-        *("axis_size", "traced_platform", "varying", "as_varying"),  # torch has get_world_size
+        *("traced_platform", "varying", "as_varying"),
         *("joins_arrays", "kind_of"),  # what XLA joins; see gloo.py
     },
     "communication/hooks": {"all_reduce"},

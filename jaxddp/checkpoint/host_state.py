@@ -53,7 +53,7 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     layout, places, owned = trainer.layout(state), places_of(trainer, state), set()
     if (owners := layout.owners) is not None:
         names = named_leaves({"opt_state": owners.slots})
-        owned = {name for name, param in zip(names, owners.param_of, strict=True) if param is not None}
+        owned = {name for name, param in zip(names, owners.param_of.values(), strict=True) if param is not None}
     placed = {
         name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer)
         for name, where in named_leaves(places).items()

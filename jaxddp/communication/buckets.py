@@ -9,12 +9,11 @@ References:
 """
 
 import math
-import numbers
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
@@ -37,7 +36,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements; 1 for a scalar."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -106,14 +105,12 @@ def plan_buckets(
     Args:
         tensors: In the order in which their gradients become ready.
         bucket_mb: Cap in MiB; a list of caps for the first, second, ... bucket, the last of which repeats; None for
-            one bucket without a cap; ``"default"`` for PyTorch's 25 MiB after a first bucket of 1 MiB, which lets
-            communication start early.
-        rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` closes it after the tensor
-            that reaches the cap, as PyTorch's DDP does.
+            one bucket; ``"default"`` for PyTorch's 25 MiB after a first bucket of 1 MiB.
+        rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` after it has reached it.
         after_backward: Recorded in the plan.
 
     Raises:
-        ValueError: If a cap is not a positive finite number, the rule is unknown or a name occurs twice.
+        ValueError: If a cap is not a positive finite number, or the rule is unknown.
 
     Example:
         >>> tensors = [TensorSpec(name, (256, 1024), "float32") for name in "dcba"]  # 1 MiB each
@@ -125,13 +122,9 @@ def plan_buckets(
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
-    names: set[str] = set()
     for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
         if not isinstance(tensor, TensorSpec):
             raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
-        if tensor.name in names:
-            raise ValueError(f"tensor name (={tensor.name!r}) must occur once in a plan")
-        names.add(tensor.name)
         dtype, size = tensor.dtype, tensor.num_bytes
         if not size:
             continue
@@ -155,8 +148,7 @@ def plan_all_reduces(
     """``plan_buckets`` with default caps that grow with the model, for ``bucketed``.
 
     They are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then four times
-    the one before, so that it goes on, up to an eighth of all gradients' bytes or 25 MiB. Large models then send 9 to
-    13 buckets, and do not wait for the latency of a hundred calls. With ``rule="torch"`` the default is PyTorch's own.
+    the one before, up to an eighth of all gradients' bytes or 25 MiB. With ``rule="torch"`` the default is PyTorch's.
     ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
 
     Example:
@@ -164,9 +156,9 @@ def plan_all_reduces(
         >>> [len(bucket.tensors) for bucket in plan_all_reduces(tensors).buckets]
         [1, 25, 50, 50, 50, 50, 50, 50, 50, 24]
     """
-    tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    tensors = list(tensors)
     if bucket_mb == "default" and rule == "before":
-        share_mb = sum(one.num_bytes for one in tensors if isinstance(one, TensorSpec)) * DEFAULT_SHARE / MIB
+        share_mb = sum(one.num_bytes for one in tensors) * DEFAULT_SHARE / MIB
         bucket_mb = [DEFAULT_FIRST_BUCKET_MB, DEFAULT_BUCKET_MB]
         while bucket_mb[-1] < share_mb:
             bucket_mb.append(min(bucket_mb[-1] * DEFAULT_GROWTH, share_mb))
@@ -241,10 +233,8 @@ def bucket_width(bucket: Bucket, num_ranks: int) -> int:
 def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, ...]]) -> list[int]:
     """Assigns whole parameters to ranks: the largest first, each to the rank that has least so far.
 
-    The fullest rank then has at most 1/N of everything plus the largest parameter.
-
-    ``costs`` are of each parameter, such as its bytes; of several numbers the first is balanced, the others decide
-    ties. ``loads`` are what each rank has already, in the same numbers.
+    The fullest rank then has at most 1/N of everything plus the largest parameter. Of several numbers in ``costs``, one
+    for each parameter, the others decide ties. ``loads`` are what each rank has already.
 
     Example:
         >>> assign_owners([(3,), (5,), (4,), (2,)], [(0,), (0,)])
@@ -262,10 +252,7 @@ def _caps_bytes(bucket_mb: BucketMb) -> list[float]:
         return [math.inf]
     if bucket_mb == "default":
         return [DEFAULT_FIRST_BUCKET_MB * MIB, DEFAULT_BUCKET_MB * MIB]
-    caps: list[float] = [cast(float, bucket_mb)]
-    if isinstance(bucket_mb, Sequence) and not isinstance(bucket_mb, bytes):
-        caps = list(cast(Sequence[float], bucket_mb))
-    are_positive = (isinstance(cap, numbers.Real) and not isinstance(cap, bool) and 0 < cap < math.inf for cap in caps)
-    if not caps or not all(are_positive):
+    caps = [*bucket_mb] if isinstance(bucket_mb, Sequence) else [bucket_mb]
+    if not caps or not all(isinstance(cap, int | float) and 0 < cap < math.inf for cap in caps):
         raise ValueError(f"bucket_mb (={bucket_mb!r}) must be a positive number of MiB, a list of them, or None")
     return [cap * MIB for cap in caps]

@@ -15,10 +15,8 @@ collective operation. N is the number of ranks, S the bytes of the full buffer. 
 
 Between processes on CPUs, `reduce_scatter` compiles to an all-to-all and, between two of them, both it and `all_gather`
 compile to an all-reduce of S / 2 bytes, for the reasons in ``gloo.py``.
-All raise a ValueError if ``x`` is no array or no map binds the axis. Arrays of length 0 are allowed: the result is
-empty and nothing is sent. Sums are in the dtype of ``x``. Under ``check_vma=True`` the results of `all_reduce` and
-`broadcast` are known to be equal on all ranks and may leave `jax.shard_map` under ``out_specs=P()``; those of the
-others may not, not even `all_gather`'s.
+Sums are in the dtype of ``x``. Under ``check_vma=True`` the results
+of `all_reduce` and `broadcast` may leave `jax.shard_map` under ``out_specs=P()``; those of the others may not.
 
 References:
     NVIDIA, `nccl-tests, Performance reported by NCCL tests
@@ -46,10 +44,7 @@ _silent: ContextVar[bool] = ContextVar("jaxddp_silent", default=False)
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Makes the functions here send nothing inside the block: every rank takes its own array for those of the others.
-
-    The step without communication, for measuring what communication costs, is traced in it.
-    """
+    """Makes the functions here send nothing inside the block: a rank takes its own array for those of the others."""
     token = _silent.set(True)
     try:
         yield
@@ -74,16 +69,7 @@ def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
         >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(4)))
         [6]
     """
-    _check_call(x, axis)
     return x if is_silent() else lax.psum(x, axis)
-
-
-def axis_size(axis: Axis) -> int:
-    """Number of ranks of a mesh axis; a ValueError outside of a map over it."""
-    try:
-        return lax.axis_size(axis)
-    except (NameError, TypeError, ValueError) as error:
-        raise ValueError(f"axis (={axis!r}) must be bound: call this inside jax.shard_map over it") from error
 
 
 def traced_platform() -> str:
@@ -127,7 +113,7 @@ def kind_of(kind: str, num_ranks: int, platform: str) -> str:
 
 def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sums over the ranks; rank r gets the r-th of N equal parts of the sum; a ValueError if N does not divide it."""
-    num_ranks = _check_call(x, axis)
+    num_ranks = lax.axis_size(axis)
     chunk_length = length_of_chunk(x.shape, num_ranks)
     if x.size == 0:
         return x[:chunk_length]
@@ -153,16 +139,16 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     ``as_bits`` sends bfloat16 as integers, without a derivative: XLA for CPUs would convert it to float32, which a sum
     needs and a gather does not.
     """
-    num_ranks = _check_call(x, axis)
+    num_ranks = lax.axis_size(axis)
     length_of_chunk(x.shape, 1)
     if x.size == 0 or is_silent():
         return jnp.concatenate([x] * num_ranks)
-    if as_bits and x.dtype == jnp.bfloat16:
+    if as_bits and x.dtype == jnp.bfloat16 and traced_platform() == "cpu":
         bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
         return lax.bitcast_convert_type(bits, x.dtype)
     # Under check_vma, only what comes out of a collective counts as equal.
-    is_swap = kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce"
-    if is_swap and not (equal and varying(lax.axis_index(axis))):
+    is_known_equal = equal and varying(lax.axis_index(axis))
+    if kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce" and not is_known_equal:
         return gloo.gather_by_swap(x, axis)
     to = "invarying" if equal else "varying"
     if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
@@ -173,35 +159,26 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     """Gives every rank the root's array, by an all-reduce of zeros but for the root's; -0.0 may arrive as 0.0.
 
-    NCCL's pipelined broadcast sends S. The alternatives are no better: XLA has a broadcast on GPUs only, a tree of
-    sends takes log2(N) S on its longest path, an all-gather sends (N-1) S, and ``check_vma=True`` does not accept any
-    of their results as equal on all ranks.
+    XLA has a broadcast on GPUs only, and ``check_vma=True`` accepts no other way's result as equal on all ranks.
     """
-    check_root(root, _check_call(x, axis))
+    check_root(root, lax.axis_size(axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
     return lax.psum(from_root, axis).astype(x.dtype)
 
 
 def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     """Sums over the ranks; the root gets the sum, the others zeros: XLA has no reduction to one rank."""
-    check_root(root, _check_call(x, axis))
+    check_root(root, lax.axis_size(axis))
     total = lax.psum(x, axis)
     return jnp.where(lax.axis_index(axis) == root, total, jnp.zeros_like(total))
 
 
 def send_recv(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Sends along ``pairs`` (from rank, to rank), where each rank occurs once at most a side; the others get zeros."""
-    check_pairs(pairs, _check_call(x, axis))
+    check_pairs(pairs, lax.axis_size(axis))
     return lax.ppermute(x, axis, pairs)
 
 
 def _padded(rows: jax.Array) -> jax.Array:
     """Rows of one buffer, one a rank, of a length of which XLA for TPUs makes no all-reduce."""
     return jnp.pad(rows, ((0, 0), (0, tpu_width(rows.shape[1]) - rows.shape[1])))
-
-
-def _check_call(x: Any, axis: Axis) -> int:
-    """Number of ranks along the axis; refuses what is no array, and an axis that no map binds."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise ValueError(f"x (={x!r}) must be an array")
-    return axis_size(axis)

@@ -1,7 +1,7 @@
 """Communication hooks: how ``bucketed`` sums a bucket over ranks, as in PyTorch's DDP.
 
-A hook is a function ``(buffer, axis) -> the buffer's sum over the ranks of the axis``, of the same shape and dtype,
-without state. What it communicates is read off its trace, so the plan lists it.
+A hook is a function ``(buffer, axis) -> the buffer's sum over the ranks``, of the same shape and dtype, without state.
+What it communicates is read off its trace, so the plan lists it.
 
 ===== ============================== ==============================================================
 hook  n elements are sent as         what is lost

@@ -38,13 +38,6 @@ class Planned(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes along which ranks take part
 
 
-class TracedCollectives(NamedTuple):
-    """Collectives in the order of the trace; those in a scan once per round."""
-
-    each: list[Planned]  # in every micro-batch
-    once: list[Planned]  # of constants, which XLA takes out of the loop over micro-batches
-
-
 def planned_collectives(
     strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
 ) -> list[tuple[str, int]]:
@@ -82,13 +75,11 @@ def planned_along(
 
 def _of_hook(hook: Callable[..., Any], bucket: Bucket, ranks: Ranks, platform: str) -> list[Planned]:
     """What a hook communicates of a bucket, read off its trace."""
-    names = (ranks.axis,) if isinstance(ranks.axis, str) else ranks.axis
-    sizes = [
-        (name, ranks.num_shards if name == ranks.shard_axis else ranks.num_ranks // ranks.num_shards) for name in names
-    ]
+    sizes = [(axis, ranks.num_ranks // ranks.num_shards) for axis in ranks.replica_axes]
+    sizes.append((ranks.shard_axis, ranks.num_shards))
     buffer = jax.ShapeDtypeStruct((bucket.num_elements,), jnp.dtype(bucket.dtype))
     program = jax.make_jaxpr(lambda buffer: hook(buffer, ranks.axis), axis_env=sizes)(buffer)
-    return traced_collectives(program, platform, of_loss=True).each
+    return traced_collectives(program, platform, of_loss=True)[0]
 
 
 def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, platform: str) -> tuple[str, int]:
@@ -101,26 +92,30 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
 
 
-def traced_collectives(program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False) -> TracedCollectives:
-    """Lists the gathers and scatters of shards that a program's results depend on.
+def traced_collectives(
+    program: core.ClosedJaxpr, platform: str, *, of_loss: bool = False
+) -> tuple[list[Planned], list[Planned]]:
+    """Lists the gathers and scatters of shards that a program's results depend on; those in a scan once per round.
 
+    The first are those of every micro-batch, the second those of constants, which XLA takes out of that loop.
     ``of_loss``: instead those that the loss function calls itself, as BatchNorm does over an axis.
     """
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
-    found = TracedCollectives([], [])
+    each: list[Planned] = []
+    once: list[Planned] = []
 
     def add(equation: Any, operands: list[int], times: int, is_sync: bool) -> None:
         kind = _KINDS.get(equation.primitive.name)
         # A unit's unused parameters have a gradient of zeros, and XLA drops the scatter of nothing but zeros.
         if kind and is_sync != of_loss and min(operands, default=ZERO) != ZERO:
             full = (equation.outvars if kind == "all-gather" else equation.invars)[0].aval
-            of_kind = found.once if min(operands) == CONSTANT else found.each
+            found = once if min(operands) == CONSTANT else each
             axes = equation.params.get("axes") or equation.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            of_kind += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times * bool(full.size)
+            found += [Planned(kind, wire_bytes(full.size, full.dtype, platform), axes)] * times * bool(full.size)
 
     follow(core.ClosedJaxpr(needed, needed.constvars), [VARIES] * len(needed.invars), add)
-    return found
+    return each, once
 
 
 def wire_bytes(num_elements: int, dtype: Any, platform: str) -> int:

@@ -13,9 +13,8 @@ number: 0, but XLA cannot know this, and it is not available before A is.
     a, token = order_token(a)        token = 0, available when a is
     b = b + token                    what uses b waits for a
 
-XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Barriers around different
-numbers also keep XLA from merging operations that it can prove equal, such as the reductions of two equal buckets.
-Tokens also order the units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
+XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Tokens also order the
+units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -94,21 +93,12 @@ class Means(NamedTuple):
 
 @jax.named_scope(SYNC_SCOPE)
 def reduce_buckets(
-    plan: BucketPlan,
-    wire: Wire,
-    grads: Mapping[str, jax.Array],
-    divisor: jax.Array | float,
-    number: jax.Array | int | None = None,
+    plan: BucketPlan, wire: Wire, grads: Mapping[str, jax.Array], divisor: jax.Array | float, number: Any = None
 ) -> Means:
-    """Sums the planned gradients of one backward pass over ranks, and divides them.
+    """Sums this rank's gradients over ranks as planned, and divides them; those not planned are equal on all ranks.
 
-    Args:
-        plan: What is sent together.
-        wire: How.
-        grads: This rank's, by name: those of the plan, and others that are equal on all ranks.
-        divisor: Of the sums.
-        number: Of the micro-batch, where each one is reduced: then at most two buckets are in flight, which saves
-            memory, since one arrives while the next one fills.
+    ``number`` is that of the micro-batch, where each one is reduced: then at most two buckets are in flight, which
+    saves memory, since one arrives while the next one fills.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))

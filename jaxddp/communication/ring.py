@@ -10,15 +10,6 @@ sends more than one chunk at a time. N is the number of ranks, S the bytes of th
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-For N = 4, the chunk that a rank holds, or passes on next, after each step and, in brackets, the ranks summed in it:
-
-| rank | reduce_scatter: 0 | 1       | 2         | 3           | all_gather: 0 | 1 | 2 | 3 |
-|------|-------------------|---------|-----------|-------------|---------------|---|---|---|
-| 0    | 3 (0)             | 2 (3,0) | 1 (2,3,0) | 0 (1,2,3,0) | 0             | 3 | 2 | 1 |
-| 1    | 0 (1)             | 3 (0,1) | 2 (3,0,1) | 1 (2,3,0,1) | 1             | 0 | 3 | 2 |
-| 2    | 1 (2)             | 0 (1,2) | 3 (0,1,2) | 2 (3,0,1,2) | 2             | 1 | 0 | 3 |
-| 3    | 2 (3)             | 1 (2,3) | 0 (1,2,3) | 3 (0,1,2,3) | 3             | 2 | 1 | 0 |
-
 Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; one rank sends nothing.
 Sums are formed in ring order and in the dtype of the array: they equal those of `lax.psum` bit for bit with
 integer-valued data, and up to rounding otherwise. Call these inside `jax.shard_map` or `jax.pmap`; under
@@ -34,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .buckets import length_of_chunk
-from .collectives import _check_call, send_recv
+from .collectives import send_recv
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
@@ -42,7 +33,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 
     A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
     """
-    num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
+    num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
     chunks = x.reshape(num_ranks, length_of_chunk(x.shape, num_ranks), *x.shape[1:])
 
     def local_chunk(chunk: jax.Array) -> jax.Array:
@@ -59,7 +50,7 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
 
     A rank keeps a copy of the chunk it receives and passes it on.
     """
-    num_ranks, rank = _check_call(x, axis), lax.axis_index(axis)
+    num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
     chunk_length = length_of_chunk(x.shape, 1)
     chunk = x
     chunks = lax.dynamic_update_index_in_dim(jnp.zeros((num_ranks, *x.shape), x.dtype), chunk, rank, axis=0)
@@ -74,7 +65,7 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
 
     The array is flattened and padded with zeros until N divides its length, and both are undone at the end.
     """
-    num_ranks = _check_call(x, axis)
+    num_ranks = lax.axis_size(axis)
     padded = jnp.pad(x.reshape(-1), (0, -x.size % num_ranks))
     total = ring_all_gather(ring_reduce_scatter(padded, axis), axis)
     return total[: x.size].reshape(x.shape)

@@ -10,15 +10,16 @@ and padded with zeros to N chunks of c = ceil(n / N).
     [a, b]        [a, b / N]               [a, b], split along the second one
     [a, b]        [1, c], padded           [1, N c], split along the last dimension
 
-A shard has as many dimensions as its tensor, so a mask by their number, as for weight decay, selects the same
-parameters. Shards of several tensors travel together: row r of a bucket's buffer, ``[N, width]``, holds those of rank
-r, flat. It is reduce-scattered along dimension 0 to ``[width]``, which an all-gather undoes.
+A shard has as many dimensions as its tensor, so a mask by ``ndim > 1`` selects the same parameters. Row r of a
+bucket's buffer, ``[N, width]``, holds the shards of rank r, flat. It is reduce-scattered along dimension 0 to
+``[width]``, which an all-gather undoes.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +43,19 @@ class Cut:
     shape: tuple[int, ...]  # of the full tensor
     num_ranks: int
     dim: int | None  # that is split; None if the tensor is flattened and padded
-    shard_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of at least one dimension
-    global_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of all ranks' shards as one array
-    chunk: int = field(init=False, repr=False, compare=False)  # elements of a shard, padding included
+    chunk = cached_property(lambda self: math.prod(self.shard_shape))  # elements of a shard, padding included
 
-    def __post_init__(self) -> None:
-        """Works out the shapes."""
-        shape, dim = self.shape, self.dim
-        if dim is None:
-            ones, chunk = (1,) * (len(shape) - 1), chunk_elements(math.prod(shape), self.num_ranks)
-            shard_shape, global_shape = (*ones, chunk), (*ones, self.num_ranks * chunk)
-        else:
-            shard_shape, global_shape = (*shape[:dim], shape[dim] // self.num_ranks, *shape[dim + 1 :]), shape
-        object.__setattr__(self, "shard_shape", shard_shape)
-        object.__setattr__(self, "global_shape", global_shape)
-        object.__setattr__(self, "chunk", math.prod(shard_shape))
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of a shard, of at least one dimension."""
+        if self.dim is None:
+            return (*(1,) * (len(self.shape) - 1), chunk_elements(math.prod(self.shape), self.num_ranks))
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.num_ranks, *self.shape[self.dim + 1 :])
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of all ranks' shards as one array."""
+        return self.shape if self.dim is not None else (*self.shard_shape[:-1], self.num_ranks * self.chunk)
 
     def spec(self, axis: str) -> PartitionSpec:
         """How an array of ``global_shape`` lies over a mesh axis."""
@@ -65,14 +64,13 @@ class Cut:
 
     def to_rows(self, tensor: jax.Array) -> jax.Array:
         """Cuts a full tensor into the flat shards of all ranks, ``[N, chunk]``."""
+        numpy = np if isinstance(tensor, np.ndarray) else jnp
         if self.dim is not None:
             front, back = self.shape[: self.dim], self.shape[self.dim + 1 :]
             apart = tensor.reshape(*front, self.num_ranks, self.shard_shape[self.dim], *back)
-            numpy = np if isinstance(tensor, np.ndarray) else jnp
             return numpy.moveaxis(apart, self.dim, 0).reshape(self.num_ranks, self.chunk)
-        pad = np.pad if isinstance(tensor, np.ndarray) else jnp.pad
         padding = self.num_ranks * self.chunk - math.prod(self.shape)
-        return pad(tensor.reshape(-1), (0, padding)).reshape(self.num_ranks, self.chunk)
+        return numpy.pad(tensor.reshape(-1), (0, padding)).reshape(self.num_ranks, self.chunk)
 
     def from_rows(self, rows: jax.Array) -> jax.Array:
         """Undoes ``to_rows``."""
@@ -104,8 +102,7 @@ def pack_rows(bucket: Bucket, tensors: Mapping[str, jax.Array], cuts: Mapping[st
 
 def unpack_rows(bucket: Bucket, rows: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
     """Undoes ``pack_rows``: full tensors by name."""
-    parts = _split(bucket, rows, cuts)
-    return {name: cuts[name].from_rows(part) for name, part in parts.items()}
+    return {name: cuts[name].from_rows(part) for name, part in _split(bucket, rows, cuts).items()}
 
 
 def pack_row(bucket: Bucket, shards: Mapping[str, jax.Array]) -> jax.Array:

@@ -1,8 +1,7 @@
-"""Traces: a reader of jaxprs on values of any kind, and what it finds in the trace of a backward pass.
+"""A reader of jaxprs on values of any kind, and what it finds in the trace of a backward pass.
 
-The backward's trace says in which order it finishes the gradients, and which are constant. Buckets fill in this order:
-in the tree's order (Flax sorts parameters by name, dictionaries give ``l1, l10, l2``) they would wait for gradients
-from both ends of the model.
+The trace says in which order the backward finishes the gradients, and which are constant. Buckets fill in this order:
+in the tree's order (dictionaries give ``l1, l10, l2``) they would wait for gradients from both ends of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import itertools
 import math
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from ..scopes import SYNC_SCOPE
 from ..strategy import Strategy
@@ -49,14 +46,10 @@ def interpret(
     constant: Callable[[Any, Any], Any] = lambda value, atom: value,
     entered: Collection[str] = (),
 ) -> list[Any]:
-    """Runs a program on values of any kind.
+    """Runs a program of ``jax.make_jaxpr`` on values of any kind.
 
-    Args:
-        program: From ``jax.make_jaxpr``.
-        args: Its inputs.
-        rule: Evaluates an operation, ``(equation, inputs) -> outputs``.
-        constant: The value of a literal or a constant, ``(array, its atom in the jaxpr)``.
-        entered: Names of the operations whose program is run by the same rule.
+    ``rule`` evaluates an operation, ``(equation, inputs) -> outputs``, but runs the programs of ``entered`` ones;
+    ``constant`` gives the value of a literal or a constant, of ``(array, its atom in the jaxpr)``.
     """
     jaxpr = program.jaxpr
     values = dict(zip(jaxpr.invars, args, strict=True))
@@ -104,26 +97,28 @@ def num_consts_and_carry(scan: Any) -> tuple[int, int]:
 
 def checksum(program: core.ClosedJaxpr, is_wanted: Sequence[bool]) -> int:
     """A number that tells programs apart by what they compute for some of their outputs, constants included."""
-    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
-    numbers: dict[Any, int] = defaultdict(itertools.count().__next__)  # equal expressions have equal numbers
-
-    def constant(value: Any, atom: Any) -> int:
-        is_key = jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
-        data = np.asarray(jax.random.key_data(value)) if is_key else np.asarray(value, atom.aval.dtype)
-        return numbers[str(atom.aval), zlib.crc32(data.tobytes())]
 
     def rule(equation: Any, inputs: list[int]) -> list[int]:
-        operation = equation.primitive.name, str(equation.params), *inputs
-        return [numbers[*operation, place] for place in range(len(equation.outvars))]
+        operation = equation.primitive.name, equation.params, *inputs
+        return [expression(*operation, place) for place in range(len(equation.outvars))]
 
-    atoms = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
-    read = {atom for atom in atoms if not isinstance(atom, core.Literal)}
-    consts = {var: value for var, value in zip(jaxpr.constvars, program.consts, strict=True) if var in read}
-    needed = core.ClosedJaxpr(jaxpr.replace(constvars=[*consts]), [*consts.values()])
-    inputs = [numbers["input", place] for place in itertools.compress(itertools.count(), is_used)]
-    found = interpret(needed, inputs, rule, constant, TRANSPARENT)
-    text = re.sub(r"0x[0-9a-f]+", "", f"{[*numbers]} {found}")  # functions are printed with their addresses
-    return zlib.crc32(text.encode())
+    def constant(value: Any, atom: Any) -> int:
+        return expression(atom.aval, constant_bytes(value, atom))
+
+    found = interpret(program, range(len(program.in_avals)), rule, constant, TRANSPARENT)
+    return expression(*itertools.compress(found, is_wanted))
+
+
+def expression(*parts: Any) -> int:
+    """A number of an expression, in any process: equal ones have equal numbers."""
+    text = str([zlib.crc32(part) if isinstance(part, bytes) else part for part in parts])
+    return zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
+
+
+def constant_bytes(value: Any, atom: Any) -> bytes:
+    """The bytes of a literal or a constant of a jaxpr."""
+    is_key = jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value, None if is_key else atom.aval.dtype).tobytes()
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
@@ -164,8 +159,8 @@ class GradientTrace(NamedTuple):
 
     def with_constants_sent(self) -> GradientTrace:
         """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
-        are_zeros = zeros(self.program)
-        sent = {output: one for output, one in self.constants.items() if one.num_elements and not are_zeros[output]}
+        known = follow(self.program, [VARIES] * len(self.program.in_avals), lambda *_: None)
+        sent = {output: one for output, one in self.constants.items() if one.num_elements and known[output] != ZERO}
         kept = {output: one for output, one in self.constants.items() if output not in sent}
         return self._replace(tensors=sent | self.tensors, constants=kept)
 
@@ -173,13 +168,9 @@ class GradientTrace(NamedTuple):
 def trace_gradients(
     grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
 ) -> GradientTrace:
-    """Traces the computation of gradients on one rank.
+    """Traces the computation of gradients on one rank, without those named in ``reduced``: the backward reduces these.
 
-    Args:
-        grad_fn: As for ``plan_gradients``.
-        *args: Its arguments.
-        has_aux: Whether it returns the gradients and something else.
-        reduced: Names of gradients that the backward itself reduces; they are left out.
+    ``has_aux``: whether ``grad_fn`` returns the gradients and something else.
     """
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
@@ -195,10 +186,9 @@ def trace_gradients(
 
 
 def describe_results(trace: GradientTrace) -> str:
-    """Describes what processes must agree on in a backward pass of one rank, beside the plan, which does not see it.
+    """Describes what processes must agree on beside the plan: shapes of results, and the values of constant gradients.
 
-    Results of other shapes would make them wait for each other. A constant gradient is not sent, so ranks would differ
-    where processes compute it from constants of their own.
+    Other shapes would make them wait for each other; constant gradients are not sent, so ranks would differ.
     """
     shapes = list(map(str, trace.program.out_avals))
     is_constant = [output in trace.constants for output in range(len(shapes))]
@@ -208,9 +198,7 @@ def describe_results(trace: GradientTrace) -> str:
 def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
     """Finds when each output of a traced program is ready, where an operation takes ``cost(equation)``, or 1.
 
-    Returns:
-        For each output the end of the operation that computes it; None if it is constant, because it depends on no
-        input, nor on the rank, the device or the host.
+    None if it is constant, because it depends on no input, nor on the rank, the device or the host.
     """
     clock = 0.0
 
@@ -241,12 +229,6 @@ def matmul_flops(equation: Any) -> float:
         return 2.0 * equation.outvars[0].aval.size * length
     trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
     return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
-
-
-def zeros(program: core.ClosedJaxpr) -> list[bool]:
-    """Which outputs of a traced program are known to be zeros whatever its inputs are: XLA drops their sums."""
-    found = follow(program, [VARIES] * len(program.in_avals), lambda *_: None)
-    return [of_output == ZERO for of_output in found]
 
 
 def follow(

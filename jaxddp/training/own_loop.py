@@ -12,7 +12,7 @@ from jax import lax
 
 from ..arguments import check_flag, check_function, check_kind, check_leaves, check_positive
 from ..communication.buckets import Bucket, BucketPlan
-from ..communication.collectives import all_reduce, as_varying, axis_size, broadcast, varying
+from ..communication.collectives import all_reduce, as_varying, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
 from ..ddp import all_reduce_grads
@@ -58,8 +58,8 @@ def value_and_grad(
         are the loss function's.
 
     Raises:
-        ValueError: If the strategy shards; where the function is called, if the axis is
-            not bound, the loss is not a scalar, or the results are differentiated again without ``check_vma``.
+        ValueError: If the strategy shards; where the function is called, if the loss is not a scalar, or the results
+            are differentiated again without ``check_vma``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ def _on_rank(
         return loss_fn(params, batch, *args, **kwargs)
 
     loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
-    num_ranks, local_grads = axis_size(axis), _local_grads(partial_loss(loss, has_aux), axis)
+    num_ranks, local_grads = lax.axis_size(axis), _local_grads(partial_loss(loss, has_aux), axis)
     # A constant may still be another one on each process, which no trainer has compared here: it is sent.
     trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
     plan = plan_trace(strategy, trace)
@@ -174,7 +174,7 @@ def sync_gradients(
     check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
     if denominator is not None and not isinstance(denominator, jax.Array):
         check_positive("denominator", denominator)
-    num_ranks = axis_size(axis)
+    num_ranks = lax.axis_size(axis)
     denominator = num_ranks if denominator is None else denominator
     ready = named_leaves(grads)
     check_grads(ready, plan, axis)
@@ -184,7 +184,7 @@ def sync_gradients(
 def _reduced(
     ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
 ) -> dict[str, jax.Array]:
-    num_ranks = axis_size(axis)
+    num_ranks = lax.axis_size(axis)
     axes = {name: varying(ready[name]) for name in plan.names}
     unsent = {name: grad for name, grad in ready.items() if name not in axes}
     if num_ranks > 1:

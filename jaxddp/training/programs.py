@@ -148,8 +148,8 @@ class Programs:
                 swap = planned_exchange("all-to-all", elements, dtype, ranks.num_shards, self.platform)
                 planned += num_swaps * [Planned(*swap, (ranks.shard_axis,))]
         if self.layout.held:  # the loss function itself gathers units and scatters their gradients: read off its trace
-            units = traced_collectives(trace.program, self.platform)
-            planned = units.each * run.num_microbatches + units.once + planned
+            each, once = traced_collectives(trace.program, self.platform)
+            planned = each * run.num_microbatches + once + planned
         return self._of_several(planned)
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -172,8 +172,8 @@ class Programs:
         They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
         ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
         """
-        found = traced_collectives(self.trace(state, batch).program, self.platform, of_loss=True)
-        own = self._of_several(found.each * self.run.num_microbatches + found.once)
+        each, once = traced_collectives(self.trace(state, batch).program, self.platform, of_loss=True)
+        own = self._of_several(each * self.run.num_microbatches + once)
         return [(one.kind, one.num_bytes) for one in own]
 
     def _of_several(self, planned: list[Planned]) -> list[Planned]:

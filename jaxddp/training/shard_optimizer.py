@@ -13,7 +13,7 @@ from jax import lax
 
 from ..arguments import check_integer, check_kind, check_leaves, check_optimizer, check_positive
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
-from ..communication.collectives import axis_size, varying
+from ..communication.collectives import varying
 from ..communication.reduction import check_grads
 from ..communication.sharding import Cut
 from ..layout import whole
@@ -88,7 +88,7 @@ def _update(
     optimizer: optax.GradientTransformationExtraArgs, axis: str, bucket_mb: BucketMb, max_grad_norm: float | None,
     grads: Any, state: Any, params: Any = None, **extra_args: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    found, ready, num_ranks = _layout(optimizer, axis, grads), named_leaves(grads), axis_size(axis)
+    found, ready, num_ranks = _layout(optimizer, axis, grads), named_leaves(grads), lax.axis_size(axis)
     buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
     empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
     plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
@@ -106,7 +106,7 @@ def _update(
 
 
 def _layout(optimizer: optax.GradientTransformationExtraArgs, axis: str, tree: Any) -> Layout:
-    num_ranks = axis_size(axis)  # refuses an axis that is not bound
+    num_ranks = lax.axis_size(axis)
     return layout_shards(whole(tree), optimizer, Ranks(axis, num_ranks, num_ranks))
 
 

@@ -1,9 +1,8 @@
 """Tests by tracing it whether an optimizer is element-wise, so that it may run on shards.
 
-A rank's optimizer sees a part of each parameter, in another shape. Its updates are those of the full parameter if
-element i of an update depends only on element i of gradient, parameter and state, and on numbers that are equal on all
-ranks, such as counts, learning rates and the loss. No list of optimizers is kept: ``init`` and ``update`` are traced on
-shapes, and every value is
+A rank's updates are those of the full parameter if element i of an update depends only on element i of gradient,
+parameter and state, and on numbers that are equal on all ranks, such as counts, learning rates and the loss. ``init``
+and ``update`` are traced on shapes, and every value is
 
     uniform     one number, equal at every element and on every rank
     aligned     its element i depends on elements i of arrays of its own shape, and on uniform values
@@ -12,13 +11,10 @@ shapes, and every value is
 
 Parameters that are cut and their state must become uniform or aligned, others uniform or positional; what reaches
 neither is not restricted. An optimizer may also look at shapes, as a mask by size does. So it is traced on shards as
-well, and every output must be the same expression. A shard has as many dimensions as its parameter, and at least one,
-so masks by ``ndim > 1`` agree.
+well, and every output must be the same expression.
 """
 
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -26,10 +22,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from ..communication.traces import TRANSPARENT, checksum, interpret
+from ..communication.traces import TRANSPARENT, checksum, constant_bytes, expression, interpret
 from ..ddp import mirrored
 from ..layout import Leaf
 from ..tree import path_name
@@ -52,9 +47,7 @@ _REFUSAL = (
 
 
 def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
-    """Lays out an optimizer's state as a tree of ``Leaf``: what mirrors a parameter is cut like it.
-
-    ``updated`` are the trained parameters, a tree of ``Leaf``, some of them cut. The optimizer is traced, not run.
+    """Lays out an optimizer's state as a tree of ``Leaf``: what mirrors a parameter of ``updated`` is cut like it.
 
     Raises:
         ValueError: If an update or the state depends on elements at other places, or on shapes.
@@ -72,10 +65,9 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
         return Leaf(full.shape, full.dtype)
 
     state = jax.tree.map_with_path(place, structs, on_rank, mirrored(updated, structs))
-    numbers: dict[Any, int] = defaultdict(itertools.count().__next__)
-    on_whole = _outputs(optimizer, updated, state, _full, numbers)
+    on_whole = _outputs(optimizer, updated, state, _full)
     with _blaming_shapes():
-        on_shards = _outputs(optimizer, updated, state, _on_rank, numbers)
+        on_shards = _outputs(optimizer, updated, state, _on_rank)
         for (label, *computation), (_, *on_shard) in zip(on_whole, on_shards, strict=True):
             if computation != on_shard:
                 raise ValueError(f"{label} is another computation there; decide by path, or by ndim > 1")
@@ -88,13 +80,11 @@ def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_e
     ``params`` are the full trainable ones, ``axis_env`` the names and sizes of the mesh axes whose ranks call it.
     """
 
-    def first_and_next(grads: Any, state: Any, params: Any, value: Any) -> Any:
-        return optimizer.init(params), update(grads, state, params, value=value)
+    def first_step(grads: Any, params: Any, value: Any) -> Any:
+        state = optimizer.init(params)
+        return state, optax.with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
-    update = optax.with_extra_args_support(optimizer).update
-    params = jax.eval_shape(lambda tree: tree, params)
-    _, state = jax.make_jaxpr(optimizer.init, axis_env=axis_env, return_shape=True)(params)
-    program = jax.make_jaxpr(first_and_next, axis_env=axis_env)(params, state, params, jnp.float32(0))
+    program = jax.make_jaxpr(first_step, axis_env=axis_env)(params, params, jnp.float32(0))
     return f"checksum {checksum(program, [True] * len(program.out_avals)):08x}"
 
 
@@ -109,21 +99,19 @@ class _Value(NamedTuple):
     cause: str = ""
 
 
-def _follow(program: Any, inputs: Sequence[_Value], numbers: dict[Any, int]) -> list[_Value]:
+def _follow(program: Any, inputs: Sequence[_Value]) -> list[_Value]:
     """The outputs of a traced program for its inputs. Equal expressions have equal numbers, also in other traces."""
 
     def constant(value: Any, atom: Any) -> _Value:
-        is_key = jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
-        value = value if is_key else np.asarray(value, atom.aval.dtype)
-        data = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
-        one = data[: len(data) // max(value.size, 1)]
-        if data == one * value.size:
-            return _Value(_UNIFORM, numbers[str(atom.aval.dtype), one])
-        return _equal(value.shape, numbers[str(atom.aval.dtype), value.shape, data], "an array of constants")
+        data, size = constant_bytes(value, atom), math.prod(atom.aval.shape)
+        one = data[: len(data) // max(size, 1)]
+        if data == one * size:
+            return _Value(_UNIFORM, expression(atom.aval.dtype, one))
+        return _equal(atom.aval.shape, expression(atom.aval, data), "an array of constants")
 
     def combined(values: Sequence[_Value], *operation: Any) -> _Value:
         """An array of which each element is computed from elements of others at the same position."""
-        number = numbers[*operation, *(value.number for value in values)]
+        number = expression(*operation, *(value.number for value in values))
         kind, _, cause = max(values, key=lambda value: value.kind, default=_Value(_UNIFORM, number))
         meet = {_ALIGNED, _POSITIONAL} <= {value.kind for value in values}
         return _Value(_MIXED if meet else kind, number, cause)
@@ -136,7 +124,7 @@ def _follow(program: Any, inputs: Sequence[_Value], numbers: dict[Any, int]) -> 
             return operands
         if name == "cond":
             index = _mixed(operands[0], "a choice by a parameter's value (cond)")
-            options = zip(*(_follow(branch, operands[1:], numbers) for branch in params["branches"]), strict=True)
+            options = zip(*(_follow(branch, operands[1:]) for branch in params["branches"]), strict=True)
             return [combined((index, *option), name) for option in options]
         if name in _RESHAPES:
             moves = name == "reshape" and params["dimensions"] not in (None, tuple(range(len(shapes[0]))))
@@ -146,12 +134,12 @@ def _follow(program: Any, inputs: Sequence[_Value], numbers: dict[Any, int]) -> 
             cause = f"a parameter of another shape ({name})"
             pairs = zip(operands, shapes, strict=True)
             met = [value if shape == out_shapes[0] else _mixed(value, cause) for value, shape in pairs]
-            return [combined(met, name, str(params))]
+            return [combined(met, name, params)]
         # Unlike those of element-wise operations, these results depend on the shapes of the inputs.
         cause = f"elements at other places ({name})"
         mixed, results = [_mixed(value, cause) for value in operands], []
         for place, shape in enumerate(out_shapes):
-            found = combined(mixed, name, str(params), shapes, place)
+            found = combined(mixed, name, params, shapes, place)
             results.append(found if found.kind == _MIXED else _equal(shape, found.number, found.cause or cause))
         return results
 
@@ -173,7 +161,7 @@ def _full(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _outputs(
-    optimizer: Any, params: Any, state: Any, part: Callable[[Leaf], jax.ShapeDtypeStruct], numbers: dict[Any, int]
+    optimizer: Any, params: Any, state: Any, part: Callable[[Leaf], jax.ShapeDtypeStruct]
 ) -> list[tuple[str, int, bool]]:
     """What an element-wise optimizer computes of parts: label, expression, and whether it has the part's shape."""
     update = optax.with_extra_args_support(optimizer).update
@@ -183,12 +171,11 @@ def _outputs(
         return_shape=True,
     )(*jax.tree.map(part, given))
 
-    def value_of(place: int, leaf: Leaf) -> _Value:
-        number = numbers["input", place]
-        return _Value(_ALIGNED, number) if leaf.cut else _equal(leaf.shape, number, "an array that is not cut")
-
-    inputs = [value_of(place, leaf) for place, leaf in enumerate(jax.tree.leaves(given))]
-    values, found = iter(_follow(traced, inputs, numbers)), []
+    inputs = [
+        _Value(_ALIGNED, place) if leaf.cut else _equal(leaf.shape, place, "an array that is not cut")
+        for place, leaf in enumerate(jax.tree.leaves(given))
+    ]
+    values, found = iter(_follow(traced, inputs)), []
     for what, like, result in zip(("first state", "update of", "state"), (state, params, state), results, strict=True):
         structs = jax.tree.leaves(_same_structure(result, like))
         for (path, leaf), struct in zip(jax.tree.leaves_with_path(like), structs, strict=True):

@@ -6,18 +6,16 @@
 A shard holds the master. It is cast to the compute dtype before the gather; its gradient is summed in ``grad_dtype``
 and returned in the master's.
 
-At most three units' parameters are gathered, or wait for their scatter, at a time. A model's data dependencies do not
-order its collectives: XLA may start the gathers of later units at once, or let the backward run ahead of a
-reduce-scatter, and keep full tensors alive meanwhile. So an order token (see ``communication/reduction.py``) makes unit
-u wait for unit u - 3, and its gradient does the same for the backward:
+At most three units' parameters are gathered, or wait for their scatter, at a time. XLA may start the gathers of later
+units at once, or let the backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order
+token (see ``communication/reduction.py``) makes unit u wait for unit u - 3, and its gradient orders the backward:
 
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
                shards of u           wait for  gradients into u + 1         so its second gather runs beside u + 1
                a loop of units       waits for scattered gradients of the unit after it
 
-With two units instead, a gather that takes longer than the unit it runs beside would be waited for, though the next
-unit may compute for longer than its own gather takes.
+With two units instead, a gather that takes longer than the unit it runs beside would be waited for.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from ..communication.collectives import all_gather, is_silent, silent, traced_platform
+from ..communication.collectives import all_gather, is_silent, silent
 from ..communication.reduction import order_token
 from ..communication.sharding import Cut, scatter_sum
 from ..layout import Leaf
@@ -53,15 +51,13 @@ class Shard(NamedTuple):
     grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> Any:
         """How it, or each of its blocks, is cut."""
-        assert self.leaf.cut is not None
         return self.leaf.cut
 
     def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
         """This rank's part of rows of a stack, which are of ``shape`` in full; one row lacks the leading dimension."""
         dropped, whole = len(self.leaf.shape) - len(shape), self.cut
-        assert whole.dim is not None
         cut = Cut((*shape[: 1 - dropped], *whole.shape[1:]), whole.num_ranks, whole.dim - dropped)
         spec, counts = PartitionSpec(*self.leaf.spec[dropped:]), self.leaf.counts[dropped:]
         return self._replace(local=local, leaf=replace(self.leaf, shape=shape, cut=cut, spec=spec, counts=counts))
@@ -78,9 +74,8 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
     """Gathers full parameters with one all-gather per dtype; the transpose is one reduce-scatter per dtype.
 
     In the backward, no gradient is used before all are computed. Otherwise XLA computes the gradients of activations
-    first, for all units, and keeps alive what those of parameters still need. What has no gradient, such as a batch,
-    stays out of that barrier: it would make JAX compute one, and gather parameters for it. Returns the full parameters,
-    and the ``others``, which a unit takes beside them.
+    first, for all units, and keeps alive what those of parameters still need. What has no gradient stays out of that
+    barrier. Returns the full parameters, and the ``others``, which a unit takes beside them.
     """
     quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
     groups: dict[Any, list[int]] = {}
@@ -126,7 +121,7 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
 @jax.named_scope(SYNC_SCOPE)
 def _all_gather(shards: list[Shard], ranks: Ranks, local: list[jax.Array]) -> list[jax.Array]:
     row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
-    rows = all_gather(row, ranks.shard_axis, as_bits=traced_platform() == "cpu")
+    rows = all_gather(row, ranks.shard_axis, as_bits=True)
     return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
 
 
@@ -215,7 +210,7 @@ def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[.
         if isinstance(early, SymbolicZero):
             _, early = order_token([grad for grad in of_results if not isinstance(grad, SymbolicZero)], 0.0)
         pull = jax.tree.unflatten(structure, _on_floats(_hold, held, early)[0])
-        found = iter(pull(_instantiated(of_results))[0])
+        found = iter(pull([*map(_instantiated, of_results)])[0])
         return ([None if one is None else next(found) for one in wanted],)
 
     marked = jax.custom_vjp(unit)
@@ -223,12 +218,10 @@ def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[.
     return marked
 
 
-def _instantiated(grads: list[Any]) -> list[Any]:
-    def zeros(grad: SymbolicZero) -> Any:
-        is_float0 = grad.dtype == jax.dtypes.float0
-        return (np if is_float0 else jnp).zeros(grad.shape, grad.dtype)
-
-    return [zeros(grad) if isinstance(grad, SymbolicZero) else grad for grad in grads]
+def _instantiated(grad: Any) -> Any:
+    if not isinstance(grad, SymbolicZero):
+        return grad
+    return (np if grad.dtype == jax.dtypes.float0 else jnp).zeros(grad.shape, grad.dtype)
 
 
 def _on_floats(function: Callable[..., Any], arrays: list[jax.Array], token: jax.Array) -> tuple[list[jax.Array], Any]:

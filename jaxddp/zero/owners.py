@@ -1,9 +1,8 @@
 """Whole parameters under ZeRO: each belongs to one rank, so that any optimizer that updates them one by one can run.
 
-``zero1(shard="leaves")`` and ``zero2(shard="leaves")`` communicate gradients and parameters as without it, in shards of
-every parameter. In between, an all-to-all collects the shards of each gradient on the rank that owns its parameter, and
-another one returns the shards of the updated parameter. So the update sees whole parameters (Muon, Adafactor, LAMB),
-however unequal they are, and the bulk of what is sent stays balanced.
+``shard="leaves"`` communicates as without it, in shards of every parameter. In between, an all-to-all collects the
+shards of each gradient on the rank that owns its parameter, and another one returns the shards of the updated
+parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what is sent stays balanced.
 
     =============== ============================= =================================================
     tensor          on each rank                  bytes on each rank
@@ -15,28 +14,24 @@ however unequal they are, and the bulk of what is sent stays balanced.
     other state     as the optimizer has it       that of no parameter: equal on all ranks
     =============== ============================= =================================================
 
-    g[r]    = chunk r of every mean gradient                         as in stages 1 and 2
-    G       = all-to-all of g: chunks of this rank's parameters      whole gradients of what this rank owns
-    P, S    = optimizer(G, S, P)                                     branch r of a switch over the ranks
-    p[r]    = all-to-all of P: chunk r of every parameter            then the all-gather of stages 1 and 2
+    g[r]  = shard r of every mean gradient                         as in stages 1 and 2
+    G     = all-to-all of g: shards of this rank's parameters      whole gradients of what this rank owns
+    P, S  = optimizer(G, S, P)                                     branch r of a switch over the ranks
+    p[r]  = all-to-all of P: shard r of every parameter            then the all-gather of stages 1 and 2
 
-    calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``, whose masters are shards
-    bytes sent per rank: about 1/N of the parameters' for each
+    calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``; each sends about 1/N of Psi
 
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
 part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
-several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter: counts, keys,
-learning rates, and the arrays of one element that Adafactor has for state it does not need.
+several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter, like counts.
 
 References:
-    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1). Ahn et al., Dion: Distributed Orthonormalized
-    Updates, arXiv:2504.05295.
+    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,17 +44,16 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.buckets import Bucket, TensorSpec, assign_owners
+from ..communication.buckets import Bucket, assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
-from ..communication.sharding import cut, pack_row, pack_rows, unpack_row, unpack_rows
+from ..communication.sharding import cut, unpack_row, unpack_rows
 from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves, whole
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
-from ..tree import like, named_leaves, path_name, split
+from ..tree import like, named_leaves, split, tensor_specs
 
-_Label = tuple[str, Any]  # of an input or output: "grad" or "param" and a name, "state" and its place, or "value"
-_Buffers = dict[str, jax.Array]  # by dtype
+_Arrays = dict[str, Any]  # by name, or buffers by dtype
 
 
 class OwnedState(NamedTuple):
@@ -78,7 +72,7 @@ def layout_by_owners(
     full = jax.tree.map(lambda leaf: leaf.held, split(params, trainable)[0])
     owners, num_ranks = LeafOwners(optimizer, full, ranks.num_shards), ranks.num_shards
     buffers = {dtype: Leaf((num_ranks * width,), jnp.dtype(dtype)) for dtype, width in owners.widths.items()}
-    state = OwnedState(owners.shared(_state(whole(owners.slots))), cut_leaves(buffers, num_ranks))
+    state = OwnedState(owners.shared(named_leaves(whole(owners.slots))), cut_leaves(buffers, num_ranks))
     on_rank = Optimizer(partial(owners.init, ranks.shard_axis), partial(owners.update, ranks.shard_axis))
     return Layout(ranks, params, cut_leaves(params, num_ranks), state, on_rank, trainable=trainable, owners=owners)
 
@@ -90,17 +84,11 @@ class LeafOwners:
         num_ranks: N.
         owners: The rank of each parameter, by name.
         slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
-        param_of: The parameter whose owner has it, of each leaf of the state; None if all ranks have it.
+        param_of: The parameter whose owner has it, of each leaf of the state by name; None if all ranks have it.
         state_bytes: Bytes of optimizer state that each rank owns, without padding.
         widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
         swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
-
-    Example:
-        >>> params = {"a": jnp.ones((4, 4)), "b": jnp.ones(6), "c": jnp.ones(9)}
-        >>> leaves = LeafOwners(optax.sgd(0.1, momentum=0.9), params, num_ranks=2)
-        >>> leaves.owners, leaves.widths
-        ({'a': 0, 'b': 1, 'c': 1}, {'float32': 16})
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
@@ -112,40 +100,38 @@ class LeafOwners:
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
         self.slots = jax.eval_shape(optimizer.init, self._params)
-        leaves, (slots, self._structure) = named_leaves(self._params), jax.tree.flatten(self.slots)
-        self._init = _Program.of(lambda given: _state(optimizer.init(self._tree("param", given))), _of("param", leaves))
-        sources = self._update(jnp.float32).sources()
-        self.param_of = self._params_of_state(sources)
-        self.uses_grads = any(kind == "grad" for found in sources.values() for kind, _ in found)
+        leaves, slots = named_leaves(self._params), named_leaves(self.slots)
+        self._init, program = jax.make_jaxpr(optimizer.init)(self._params), self._update(jnp.float32)
+        self.param_of = self._params_of_state(program)
+        _, is_used = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
+        self.uses_grads = any(is_used[: len(leaves)])
 
-        held, owned = dict.fromkeys(leaves, 0), {f"{at}": of for at, of in enumerate(self.param_of) if of is not None}
-        states = {place: slots[int(place)] for place in owned}
-        for place, param in owned.items():
-            held[param] += states[place].size * states[place].dtype.itemsize
+        held = dict.fromkeys(leaves, 0)
+        for name, param in self.param_of.items():
+            if param is not None:
+                held[param] += slots[name].size * slots[name].dtype.itemsize
         costs = [(held[name], leaf.size * leaf.dtype.itemsize) for name, leaf in leaves.items()]
         self.owners = dict(zip(leaves, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
         self.state_bytes = [sum(held[name] for name in leaves if self.owners[name] == r) for r in range(num_ranks)]
 
-        self._states = _buckets(states, {place: self.owners[param] for place, param in owned.items()}, num_ranks)
-        self._buckets = _buckets(leaves, self.owners, num_ranks)
-        self._cuts = {name: cut(leaf.shape, num_ranks) for name, leaf in leaves.items()}
-        self._state_cuts = {place: cut(slot.shape, 1) for place, slot in states.items()}
-        self.widths = {dtype: max(bucket.num_elements for bucket in buckets) for dtype, buckets in self._states.items()}
-        self._row_widths = {
-            dtype: max(sum(self._cuts[tensor.name].chunk for tensor in bucket.tensors) for bucket in buckets)
-            for dtype, buckets in self._buckets.items()
-        }
-        self.swapped = [(num_ranks * width, dtype) for dtype, width in self._row_widths.items()]
+        self._state_owners = {name: None if of is None else self.owners[of] for name, of in self.param_of.items()}
+        owned = {name: slots[name] for name, owner in self._state_owners.items() if owner is not None}
+        self._states = _Packing(owned, self._state_owners, num_ranks, num_parts=1)
+        self._leaves = _Packing(leaves, self.owners, num_ranks, num_parts=num_ranks)
+        self.widths = self._states.widths
+        self.swapped = [(num_ranks * width, dtype) for dtype, width in self._leaves.widths.items()]
 
     def init(self, axis: str, params: Any) -> OwnedState:
         """Makes this rank's part of the optimizer's state, of a tree of its shards."""
-        rows = self._to_owners(axis, named_leaves(params))
+        rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params)))
 
-        def of_owner(owner: int) -> _Buffers:
-            return self._packed(owner, self._init.on(_of("param", self._whole(owner, rows)), self._places(owner)))
+        def state_of(owner: int | None, full: _Arrays) -> _Arrays:
+            is_wanted = [one == owner for one in self._state_owners.values()]
+            found = _compute(self._init, [*map(full.get, self.owners)], is_wanted)
+            return dict(zip(self.param_of, found, strict=True))
 
-        first = self._init.on({}, self._places(None))
-        return OwnedState(self.shared(first), self._switch(axis, of_owner))
+        owned = self._switch(axis, lambda owner: self._flat(owner, state_of(owner, self._leaves.unpack(owner, rows))))
+        return OwnedState(self.shared(state_of(None, {})), owned)
 
     def update(
         self, axis: str, grads: Any, state: OwnedState, params: Any, value: jax.Array, full: Any = None
@@ -154,25 +140,25 @@ class LeafOwners:
 
         ``grads`` and ``params`` are trees of this rank's shards, as is what it returns beside the next state.
         """
-        program = self._update(value.dtype)
-        shared = dict(zip(self._places(None), jax.tree.leaves(state.shared), strict=True)) | {("value", 0): value}
-        grad_rows = self._to_owners(axis, named_leaves(grads))
-        rows = self._to_owners(axis, named_leaves(params)) if full is None else {}
+        program, shared = self._update(value.dtype), self._by_name(state.shared)
+        grad_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(grads)))
+        param_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params))) if full is None else {}
 
-        def of_owner(owner: int) -> tuple[_Buffers, _Buffers]:
-            held = self._whole(owner, rows) if full is None else named_leaves(full)
-            given = shared | _of("grad", self._whole(owner, grad_rows)) | _of("param", held)
-            new = [label for label in program.outputs if label[0] == "param" and self.owners[label[1]] == owner]
-            found = program.on(given | self._unpacked(owner, state.owned), new + self._places(owner))
-            return self._rows(owner, {name: found["param", name] for _, name in new}), self._packed(owner, found)
+        def compute(owner: int | None, grads: _Arrays, states: _Arrays, params: _Arrays) -> list[_Arrays]:
+            given = [*map(grads.get, self.owners), *states.values(), *map(params.get, self.owners), value]
+            kinds = self.owners, self._state_owners
+            found = iter(_compute(program, given, [one == owner for kind in kinds for one in kind.values()]))
+            return [{name: next(found) for name in kind} for kind in kinds]
+
+        def of_owner(owner: int) -> tuple[_Arrays, _Arrays]:
+            held = self._leaves.unpack(owner, param_rows) if full is None else named_leaves(full)
+            states = shared | self._states.unpack(owner, state.owned)
+            new, new_states = compute(owner, self._leaves.unpack(owner, grad_rows), states, held)
+            return self._leaves.pack(owner, new), self._flat(owner, new_states)
 
         sent, owned = self._switch(axis, of_owner)
-        received = self._swap(axis, sent)
-        shards: dict[str, jax.Array] = {}
-        for dtype, buckets in self._buckets.items():
-            for owner, bucket in enumerate(buckets):
-                shards |= unpack_row(bucket, received[dtype][owner], self._cuts)
-        return like(params, shards), OwnedState(self.shared(program.on(shared, self._places(None))), owned)
+        shards = self._leaves.unpack_shards(self._swap(axis, sent))
+        return like(params, shards), OwnedState(self.shared(compute(None, {}, shared, {})[1]), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
         """Unpacks a state over all ranks to one that ``init`` of the optimizer makes; what has owners is NumPy arrays.
@@ -180,61 +166,60 @@ class LeafOwners:
         ``fetch`` copies a buffer ``[N * width]`` to the host.
         """
         rows = {dtype: fetch(buffer).reshape(self.num_ranks, -1) for dtype, buffer in state.owned.items()}
-        found: dict[_Label, Any] = {}
+        found = self._by_name(state.shared)
         for owner in range(self.num_ranks):
-            found |= self._unpacked(owner, {dtype: row[owner] for dtype, row in rows.items()})
-        found |= zip(self._places(None), jax.tree.leaves(state.shared), strict=True)
-        return jax.tree.unflatten(self._structure, [found[label] for label in sorted(found)])
+            found |= self._states.unpack(owner, {dtype: row[owner] for dtype, row in rows.items()})
+        return like(self.slots, found)
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        found, owned = _state(state), {}
-        for dtype, buckets in self._states.items():
-            rows = np.zeros((self.num_ranks, self.widths[dtype]), jnp.dtype(dtype))
-            for row, bucket in zip(rows, buckets, strict=True):
-                flat = [np.asarray(found["state", int(tensor.name)]).reshape(-1) for tensor in bucket.tensors]
-                row[: bucket.num_elements] = np.concatenate(flat) if flat else 0
-            owned[dtype] = rows.reshape(-1)
+        found = named_leaves(state)
+        rows = [self._flat(owner, found) for owner in range(self.num_ranks)]
+        owned = {dtype: np.concatenate([row[dtype] for row in rows]) for dtype in self.widths}
         return OwnedState(self.shared(found), owned)
 
-    def shared(self, found: Mapping[_Label, Any]) -> Any:
-        """The optimizer's state of its leaves by label, without those that have owners."""
-        kept = [found["state", place] if param is None else None for place, param in enumerate(self.param_of)]
-        return jax.tree.unflatten(self._structure, kept)
+    def shared(self, states: Mapping[str, Any]) -> Any:
+        """The optimizer's state of its leaves by name, without those that have owners."""
+        return like(self.slots, {name: states[name] if of is None else None for name, of in self.param_of.items()})
 
-    def _update(self, value_dtype: Any) -> _Program:
+    def _by_name(self, shared: Any) -> _Arrays:
+        """Undoes ``shared``: None for each leaf that has an owner."""
+        leaves = iter(jax.tree.leaves(shared))
+        return {name: next(leaves) if of is None else None for name, of in self.param_of.items()}
+
+    def _update(self, value_dtype: Any) -> core.ClosedJaxpr:
         """Traces the update of all parameters."""
 
-        def update(given: Mapping[_Label, jax.Array]) -> dict[_Label, jax.Array]:
-            params, grads = self._tree("param", given), self._tree("grad", given)
-            state = jax.tree.unflatten(self._structure, [given["state", place] for place in range(len(slots))])
-            updates, new = self._optimizer.update(grads, state, params, value=given["value", 0])
+        def update(grads: Any, state: Any, params: Any, value: jax.Array) -> tuple[Any, Any]:
+            updates, new = self._optimizer.update(grads, state, params, value=value)
             if len({jax.tree.structure(tree) for tree in (grads, updates)}) > 1 or _forms(state) != _forms(new):
                 raise ValueError("optimizer's state and updates must keep one structure, and state its dtypes")
-            return _of("param", named_leaves(optax.apply_updates(params, updates))) | _state(new)
+            return optax.apply_updates(params, updates), new
 
-        params, slots = named_leaves(self._params), jax.tree.leaves(self.slots)
-        value = {("value", 0): jax.ShapeDtypeStruct((), value_dtype)}
-        return _Program.of(update, _of("grad", params) | _of("param", params) | _state(self.slots) | value)
+        value = jax.ShapeDtypeStruct((), value_dtype)
+        return jax.make_jaxpr(update)(self._params, self.slots, self._params, value)
 
-    def _params_of_state(self, sources: Mapping[_Label, frozenset[_Label]]) -> list[str | None]:
+    def _params_of_state(self, update: core.ClosedJaxpr) -> dict[str, str | None]:
         """The parameter that each leaf of the state belongs to, on which alone its first and next value may depend."""
-        names, first = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.slots)], self._init.sources()
-        found = {label: on | first.get(label, frozenset()) for label, on in sources.items()}
-        param_of = [
-            min((of for kind, of in found["state", place] if kind in ("grad", "param")), default=None)
-            for place in range(len(names))
-        ]
-        for (kind, which), inputs in found.items():
-            own, what = (param_of[which], names[which]) if kind == "state" else (which, which)
-            on = {param_of[source] if of == "state" else source for of, source in inputs if of != "value"}
-            if others := sorted(one for one in on - {own} if one is not None):
+        params, states = [*named_leaves(self._params)], [*named_leaves(self.slots)]
+        nothing, each = frozenset[str](), [frozenset([name]) for name in params]
+
+        def sources(of_state: list[frozenset[str]]) -> list[frozenset[str]]:
+            """The parameters that each updated parameter depends on, and each leaf of the state."""
+            first = [nothing] * len(params) + _sources(self._init, each)
+            return [*map(frozenset.union, first, _sources(update, [*each, *of_state, *each, nothing]))]
+
+        param_of = [min(found, default=None) for found in sources([nothing] * len(states))[len(params) :]]
+        of_state = [nothing if param is None else frozenset([param]) for param in param_of]
+        labels = [f"param {name!r}" for name in params] + [f"state {name!r}" for name in states]
+        for label, own, found in zip(labels, [*each, *of_state], sources(of_state), strict=True):
+            if others := sorted(found - own):
                 raise ValueError(
-                    f"optimizer must update each parameter by itself to be sharded by leaves: its {kind} {what!r}"
+                    f"optimizer must update each parameter by itself to be sharded by leaves: its {label}"
                     f" depends on {others[0]!r}; use a strategy that keeps the optimizer whole; to clip,"
                     " Trainer(max_grad_norm=...)"
                 )
-        return param_of
+        return dict(zip(states, param_of, strict=True))
 
     def _switch(self, axis: str, of_owner: Callable[[int], Any]) -> Any:
         """What this rank computes of what it owns."""
@@ -242,93 +227,87 @@ class LeafOwners:
             return of_owner(0)
         return lax.switch(lax.axis_index(axis), [partial(of_owner, owner) for owner in range(self.num_ranks)])
 
-    def _tree(self, kind: str, given: Mapping[_Label, Any]) -> Any:
-        return like(self._params, {name: leaf for (of, name), leaf in given.items() if of == kind})
+    def _flat(self, owner: int, states: _Arrays) -> _Arrays:
+        return {dtype: row.reshape(-1) for dtype, row in self._states.pack(owner, states).items()}
 
-    def _places(self, owner: int | None) -> list[_Label]:
-        """The leaves of the state that a rank owns; of None, those that all have."""
-        ranks = [None if param is None else self.owners[param] for param in self.param_of]
-        return [("state", place) for place, rank in enumerate(ranks) if rank == owner]
-
-    def _to_owners(self, axis: str, shards: Mapping[str, jax.Array]) -> _Buffers:
-        """Sends shards to the owners of their parameters: row r is from rank r, ``[N, w]``."""
-        rows = {
-            dtype: jnp.stack([_row(bucket, shards, self._row_widths[dtype], dtype) for bucket in buckets])
-            for dtype, buckets in self._buckets.items()
-        }
-        return self._swap(axis, rows)
-
-    def _whole(self, owner: int, rows: _Buffers) -> dict[str, jax.Array]:
-        """An owner's full arrays by name, of what ``_to_owners`` gave it."""
-        full: dict[str, jax.Array] = {}
-        for dtype, buckets in self._buckets.items():
-            full |= unpack_rows(buckets[owner], rows[dtype], self._cuts)
-        return full
-
-    def _rows(self, owner: int, full: Mapping[str, jax.Array]) -> _Buffers:
-        """Undoes ``_whole``."""
-        rows = {}
-        for dtype, buckets in self._buckets.items():
-            empty = jnp.zeros((self.num_ranks, 0), dtype)
-            row = pack_rows(buckets[owner], full, self._cuts) if buckets[owner].tensors else empty
-            rows[dtype] = jnp.pad(row, ((0, 0), (0, self._row_widths[dtype] - row.shape[1])))
-        return rows
-
-    def _packed(self, owner: int, found: Mapping[_Label, jax.Array]) -> _Buffers:
-        """Packs the state of an owner."""
-        arrays = {f"{place}": array for (kind, place), array in found.items() if kind == "state"}
-        return {
-            dtype: _row(buckets[owner], arrays, self.widths[dtype], dtype) for dtype, buckets in self._states.items()
-        }
-
-    def _unpacked(self, owner: int, owned: Mapping[str, Any]) -> dict[_Label, Any]:
-        """Undoes ``_packed``."""
-        found: dict[_Label, Any] = {}
-        for dtype, buckets in self._states.items():
-            arrays = unpack_rows(buckets[owner], owned[dtype][None], self._state_cuts)
-            found |= {("state", int(place)): array for place, array in arrays.items()}
-        return found
-
-    def _swap(self, axis: str, rows: _Buffers) -> _Buffers:
+    def _swap(self, axis: str, rows: _Arrays) -> _Arrays:
         if self.num_ranks == 1 or is_silent():
             return rows
         with jax.named_scope(SYNC_SCOPE):
             return {dtype: _all_to_all(row, axis) for dtype, row in rows.items()}
 
 
-class _Program(NamedTuple):
-    """A traced function of labelled arrays to labelled arrays."""
+class _Packing:
+    """How arrays that have owners are packed: each is cut in some parts, and there is a buffer for each dtype."""
 
-    traced: core.ClosedJaxpr
-    inputs: list[_Label]
-    outputs: list[_Label]
+    def __init__(self, leaves: Mapping[str, Any], owners: Mapping[str, Any], num_ranks: int, num_parts: int) -> None:
+        self.num_parts, self.cuts = num_parts, {name: cut(leaf.shape, num_parts) for name, leaf in leaves.items()}
+        self.buckets: dict[str, list[Bucket]] = {}  # by dtype, the arrays of each owner
+        for name, tensor in tensor_specs(dict(leaves)).items():
+            buckets = self.buckets.setdefault(tensor.dtype, [Bucket(())] * num_ranks)
+            buckets[owners[name]] = Bucket((*buckets[owners[name]].tensors, tensor))
+        self.widths = {  # by dtype, elements of one part of all that the fullest owner has
+            dtype: max(sum(self.cuts[one.name].chunk for one in bucket.tensors) for bucket in buckets)
+            for dtype, buckets in self.buckets.items()
+        }
 
-    @classmethod
-    def of(cls, function: Callable[..., Any], given: Mapping[_Label, Any]) -> _Program:
-        traced, found = jax.make_jaxpr(function, return_shape=True)(given)
-        return cls(traced, sorted(given), sorted(found))  # the order in which JAX flattens dictionaries
+    def pack(self, owner: int, full: _Arrays) -> _Arrays:
+        """Packs an owner's arrays to ``[parts, width]``, padded with zeros."""
 
-    def sources(self) -> dict[_Label, frozenset[_Label]]:
-        """Which inputs each output depends on."""
-        return dict(zip(self.outputs, _sources(self.traced, [frozenset([one]) for one in self.inputs]), strict=True))
+        def rows(bucket: Bucket) -> list[jax.Array]:
+            return [self.cuts[one.name].to_rows(full[one.name]) for one in bucket.tensors]
 
-    def on(self, given: Mapping[_Label, jax.Array], wanted: Collection[_Label]) -> dict[_Label, jax.Array]:
-        """Computes some of the outputs, by the part of the trace that they need."""
-        wanted = frozenset(wanted)
-        is_wanted = [label in wanted for label in self.outputs]
-        jaxpr, is_used = partial_eval.dce_jaxpr(self.traced.jaxpr, is_wanted)
-        # An operation of several parameters that are used apart is kept whole: zeros for the others.
-        args = [
-            given[label] if label in given else jnp.zeros(aval.shape, aval.dtype)
-            for label, aval, used in zip(self.inputs, self.traced.in_avals, is_used, strict=True)
-            if used
-        ]
-        values = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, self.traced.consts))(*args)
-        return dict(zip(itertools.compress(self.outputs, is_wanted), values, strict=True))
+        return {dtype: self._joined(dtype, rows(some[owner]), self.num_parts) for dtype, some in self.buckets.items()}
+
+    def unpack(self, owner: int, rows: _Arrays) -> _Arrays:
+        """Undoes ``pack``."""
+        found: _Arrays = {}
+        for dtype, buckets in self.buckets.items():
+            found |= unpack_rows(buckets[owner], rows[dtype], self.cuts)
+        return found
+
+    def pack_shards(self, shards: _Arrays) -> _Arrays:
+        """Packs a rank's shards of all arrays: row o of ``[N, width]`` holds those of what owner o has."""
+
+        def row(bucket: Bucket) -> list[jax.Array]:
+            return [shards[one.name].reshape(1, -1) for one in bucket.tensors]
+
+        return {
+            dtype: jnp.concatenate([self._joined(dtype, row(bucket), 1) for bucket in buckets])
+            for dtype, buckets in self.buckets.items()
+        }
+
+    def unpack_shards(self, rows: _Arrays) -> _Arrays:
+        """Undoes ``pack_shards``."""
+        found: _Arrays = {}
+        for dtype, buckets in self.buckets.items():
+            for bucket, row in zip(buckets, rows[dtype], strict=True):
+                found |= unpack_row(bucket, row, self.cuts)
+        return found
+
+    def _joined(self, dtype: str, rows: list[jax.Array], num_rows: int) -> jax.Array:
+        numpy = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
+        padding = self.widths[dtype] - sum(row.shape[1] for row in rows)
+        return numpy.concatenate([*rows, numpy.zeros((num_rows, padding), jnp.dtype(dtype))], axis=1)
 
 
-def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[_Label]]) -> list[frozenset[_Label]]:
-    def rule(equation: Any, given: list[frozenset[_Label]]) -> list[frozenset[_Label]]:
+def _compute(program: core.ClosedJaxpr, given: Sequence[Any], is_wanted: Sequence[bool]) -> list[Any]:
+    """Computes some outputs of a program, by the part of it that they need; None in place of the others."""
+    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
+    # An operation of several parameters that are used apart is kept whole: zeros for the others.
+    args = [
+        jnp.zeros(aval.shape, aval.dtype) if array is None else array
+        for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
+        if used
+    ]
+    found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))(*args))
+    return [next(found) if wanted else None for wanted in is_wanted]
+
+
+def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """Which parameters each output of a program depends on, given those of its inputs."""
+
+    def rule(equation: Any, given: list[frozenset[str]]) -> list[frozenset[str]]:
         if equation.primitive.name == "optimization_barrier":
             return given
         if equation.primitive.name == "cond":
@@ -339,31 +318,8 @@ def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[_Label]]) -> 
     return interpret(program, inputs, rule, lambda *_: frozenset(), TRANSPARENT)
 
 
-def _of(kind: str, leaves: Mapping[str, Any]) -> dict[_Label, Any]:
-    return {(kind, name): leaf for name, leaf in leaves.items()}
-
-
-def _state(state: Any) -> dict[_Label, Any]:
-    return {("state", place): leaf for place, leaf in enumerate(jax.tree.leaves(state))}
-
-
 def _forms(state: Any) -> Any:
     return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
-
-
-def _buckets(leaves: Mapping[str, Any], owners: Mapping[str, int], num_ranks: int) -> dict[str, list[Bucket]]:
-    """The arrays of each owner, by dtype."""
-    found: dict[str, list[list[TensorSpec]]] = {}
-    for name, leaf in leaves.items():
-        of_ranks = found.setdefault(str(leaf.dtype), [[] for _ in range(num_ranks)])
-        of_ranks[owners[name]].append(TensorSpec(name, leaf.shape, str(leaf.dtype)))
-    return {dtype: [Bucket(tuple(tensors)) for tensors in of_ranks] for dtype, of_ranks in found.items()}
-
-
-def _row(bucket: Bucket, arrays: Mapping[str, jax.Array], width: int, dtype: str) -> jax.Array:
-    """Arrays one after another, padded to ``[width]``."""
-    row = pack_row(bucket, arrays) if bucket.tensors else jnp.zeros(0, dtype)
-    return jnp.pad(row, (0, width - row.size))
 
 
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:

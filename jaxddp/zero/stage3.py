@@ -23,14 +23,14 @@ units (``gather.py``), and the small parameters, which stay replicated.
                                less one for each unit whose backward needs no parameters, such as an embedding
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-The loss is traced once, on full parameters: whatever it asks of them, such as a size, is right. In the trace every
-unit is one operation. Run on shards, units gather theirs, rows of a stack and loops over rows are those of shards, and
-everything else is what it was in the trace. Parameters that anything else uses are gathered before the forward and held
-to the end of the backward: a model without units has sharded state, and no guarantee about temporary memory.
+The loss is traced once, on full parameters, and every unit is one operation of the trace. Run on shards, units gather
+theirs, rows of a stack and loops over rows are those of shards, and everything else is what it was in the trace.
+Parameters that anything else uses are gathered before the forward and held to the end of the backward: a model without
+units has sharded state, and no guarantee about temporary memory.
 
-A unit is under ``jax.checkpoint`` (``computed_again``): results of matrix products are saved, everything else is
-computed again; if there is a checkpoint of the user's in it, what that one saves. The last unit of a loss, or of a
-checkpoint around it, keeps what it gathered, since the backward begins there.
+A unit is under ``jax.checkpoint`` (``computed_again``): saved are results of matrix products, or what a checkpoint of
+the user's in it saves. The last unit of a loss, or of a checkpoint around it, keeps what it gathered, since the
+backward begins there.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
@@ -38,7 +38,6 @@ References:
 """
 
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -150,10 +149,9 @@ def divide_shards(grads: Mapping[str, jax.Array], plan: Any, layout: Layout, div
 def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
 
-    Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them. Other strategies, and calls
-    outside of a trainer, run ``fn`` as it is. With ``jax.checkpoint``, inside or around, only the unit's inputs are
-    saved. Inside of ``lax.cond``, ``lax.switch`` and ``lax.while_loop`` nothing is marked: what is used there is
-    gathered before the forward.
+    Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them; inside of ``lax.cond``,
+    ``lax.switch`` and ``lax.while_loop`` it marks nothing. Other strategies, and calls outside of a trainer, run ``fn``
+    as it is. With ``jax.checkpoint``, inside or around, only the unit's inputs are saved.
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
@@ -189,7 +187,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
     """The places of the parameters that are used by anything but units, or have rows that are.
 
-    ``stacked`` says of each input in how many leading dimensions it is a stack of shards; None if it is no shard.
+    ``stacked``: in how many leading dimensions an input is a stack of shards; None if it is no shard.
     """
     outside: set[int] = set()
     inputs = [None if dims is None else (place, dims) for place, dims in enumerate(stacked)]
@@ -306,7 +304,7 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any]
     row = None
     if has_row:
         held = [local[place] for place in places]
-        row = _gradients_from_rows(tuple(one.shape for one in held), held)
+        row = _gradients_from_rows(held)
         local = put(local, places, lax.stop_gradient(held))
     carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
     return carry, results
@@ -315,31 +313,30 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any]
 # The gradients of a round's shards are one row of one stack, zeros before the backward: then XLA scatters them while
 # the next round computes, which it does not where a scatter's result is divided among several stacks or, on TPUs, where
 # its parts are reshaped to one dimension before they are joined again.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients_from_rows(shapes: tuple[tuple[int, ...], ...], stacks: list[jax.Array]) -> jax.Array:
-    """Zeros ``[rounds, elements]``, whose gradients become those of stacks of these shapes, ``[rounds, ...]``."""
-    return jnp.zeros((shapes[0][0], sum(math.prod(shape[1:]) for shape in shapes)), stacks[0].dtype)
+def _rows_of(stacks: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([stack.reshape(len(stack), -1) for stack in stacks], axis=1)
 
 
-def _from_rows(shapes: tuple[tuple[int, ...], ...], _: None, rows: jax.Array) -> tuple[list[jax.Array]]:
-    ends = list(itertools.accumulate(math.prod(shape[1:]) for shape in shapes))
-    parts = jnp.split(rows, ends[:-1], axis=1)
-    return ([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)],)
+@jax.custom_vjp
+def _gradients_from_rows(stacks: list[jax.Array]) -> jax.Array:
+    """Zeros ``[rounds, elements]``, whose gradients become those of the stacks, ``[rounds, ...]``."""
+    return jnp.zeros_like(jax.eval_shape(_rows_of, stacks))
 
 
-_gradients_from_rows.defvjp(lambda shapes, stacks: (_gradients_from_rows(shapes, stacks), None), _from_rows)
+_gradients_from_rows.defvjp(
+    lambda stacks: (_gradients_from_rows(stacks), stacks),
+    lambda stacks, rows: jax.linear_transpose(_rows_of, stacks)(rows),
+)
 
 
 @jax.custom_vjp
 def _gradients_to_row(arrays: list[jax.Array], row: jax.Array) -> list[jax.Array]:
     """The arrays, whose gradients become that of the row."""
-    del row
     return arrays
 
 
 _gradients_to_row.defvjp(
-    lambda arrays, row: (arrays, None),
-    lambda _, grads: (None, jnp.concatenate([grad.reshape(1, -1) for grad in grads], axis=1)[0]),
+    lambda arrays, row: (arrays, None), lambda _, grads: (None, _rows_of([grad[None] for grad in grads])[0])
 )
 
 

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
-from ..communication.collectives import all_gather, traced_platform
+from ..communication.collectives import all_gather
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..ddp import of_optax
@@ -59,9 +59,8 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
         rule: When a bucket closes; see ``plan_buckets``.
-        shard: ``"elements"``: each rank updates 1/N of every parameter, which an element-wise optimizer allows.
-            ``"leaves"``: each whole parameter belongs to one rank, for all optimizers that update them one by one; see
-            ``owners.py``.
+        shard: ``"elements"``: each rank updates 1/N of every parameter, for an element-wise optimizer. ``"leaves"``:
+            each whole parameter belongs to one rank, for one that updates them one by one; see ``owners.py``.
 
     Raises:
         ValueError: If a cap, the rule or ``shard`` is out of range.
@@ -71,10 +70,7 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part
 
 @register
 def zero2(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
-    """``zero1`` that keeps only shards of gradients between micro-batches.
-
-    With several micro-batches, at most two buckets are in flight at a time: on a network that is slower than the
-    backward, the backward waits.
+    """``zero1`` that keeps only shards of gradients between micro-batches, with at most two buckets in flight.
 
     Arguments are those of ``zero1``.
     """
@@ -84,8 +80,8 @@ def zero2(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part
 def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_microbatch: bool) -> Strategy:
     if shard not in ("elements", "leaves"):
         raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
-    plan_buckets([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     plan = partial(_plan, bucket_mb, rule, each_microbatch)
+    plan(())  # refuses a bad cap now, not at the first step
     layout, variant = (layout_by_owners, "by leaves") if shard == "leaves" else (layout_shards, "")
     return Strategy(name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant=variant)
 
@@ -146,7 +142,7 @@ def gather_shards(
     full = {name: jnp.zeros(cuts[name].shape, shard.dtype) for name, shard in shards.items() if shard.size == 0}
     unpacked: dict[str, jax.Array] = {}
     for bucket in plan.gathers:
-        rows = all_gather(pack_row(bucket, shards)[None], axis, equal=True, as_bits=traced_platform() == "cpu")
+        rows = all_gather(pack_row(bucket, shards)[None], axis, equal=True, as_bits=True)
         # Unpack each bucket when it arrives: XLA would unpack all of them after the last one.
         rows, unpacked = lax.optimization_barrier((rows, unpacked))
         full |= unpacked
