@@ -26,7 +26,7 @@ from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
 from ..layout import whole
 from ..loss import Measure, partial_loss
-from ..mesh import DATA_AXIS, no_mesh, platform_of, rank_axis
+from ..mesh import DATA_AXIS, no_mesh, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, merge, named_leaves, split
@@ -42,7 +42,6 @@ from .step import Run, TrainState as TrainState
 from .validation import (
     abstract,
     check_batch,
-    check_fits,
     check_state,
     host_arrays,
     is_global,
@@ -147,11 +146,10 @@ class Trainer:
             kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
             types = tuple(AxisType.Auto if name in self.ranks.other_axes else kind for name, kind in kinds)
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types))
-        others = ", ".join(self.ranks.other_axes)
-        if others and self.param_specs is None:
-            raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
-        if self.param_specs is not None and not others:
-            raise ValueError(f"param_specs must be None where the mesh has no other axes than {self.ranks.axis}")
+        if (self.param_specs is None) == bool(self.ranks.other_axes):
+            raise ValueError(
+                f"param_specs must be given if the mesh has other axes than {self.ranks.axis}, and only then"
+            )
         compiler_of(self.mesh)
 
     def __repr__(self) -> str:
@@ -274,7 +272,7 @@ class Trainer:
             batch = self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, batch)
         model, program = self._steps[key]
-        return self._run(program, state, self._place(model, batch), is_call=False)
+        return self._run(model, program, state, self._place(model, batch), is_call=False)
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -315,14 +313,14 @@ class Trainer:
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         model = self.programs(state)
         batch = self._agree(model, host_arrays(batch), 1)
-        return self._run(model.evaluate(state, batch, measure), state, batch)
+        return self._run(model, model.evaluate(state, batch, measure), state, batch)
 
-    def _run(self, program: Any, state: TrainState, batch: Any, is_call: bool = True) -> Any:
+    def _run(self, model: Programs, program: Any, state: TrainState, batch: Any, is_call: bool = True) -> Any:
         with self._watched(is_call) as results:
             result = program(state, batch)
             results.append(jax.tree.leaves(result)[-1])  # no part of a state, which the next step may delete
             # With more simulated devices than cores, programs that run ahead abort in XLA's rendezvous.
-            return jax.block_until_ready(result) if platform_of(self.mesh) == "cpu" else result
+            return jax.block_until_ready(result) if model.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
@@ -343,10 +341,10 @@ class Trainer:
 
     def with_masters(self, state: TrainState, masters: Any) -> TrainState:
         """Gives a state of other parameters, given as ``masters`` gives them; the optimizer's state stays."""
-        model = self.programs(state)
         trained, frozen = split(masters, self.trainable)
         if isinstance(state.opt_state, Masters):
             state = state._replace(opt_state=state.opt_state._replace(params=trained))
+        model = self.programs(state)
         trees = model.layout.updated, model.layout.params, model.shardings.params
         updated, held, shardings = (split(tree, self.trainable)[0] for tree in trees)
         whole_here = NamedSharding(self.mesh, P())  # padding cannot be taken off where axes are explicit
@@ -478,7 +476,16 @@ class Trainer:
                     " abstract_state with its parameters first"
                 )
             model = self._describe(state.params)
-        check_fits(state, model.held, self.has_state)
+        ours, theirs = (
+            (jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)])
+            for tree in (model.held.opt_state, state.opt_state)
+        )
+        is_empty = isinstance(state.model_state, tuple) and not state.model_state
+        if ours != theirs or self.has_state == is_empty:
+            raise ValueError(
+                "state must be one that this trainer has made: this one is of another strategy, mesh, optimizer,"
+                " trainable, compute_dtype, has_state or model"
+            )
         return model
 
     def _describe(self, params: Any) -> Programs:
@@ -537,10 +544,7 @@ class Trainer:
         if jax.process_count() > 1:
             make = partial(jax.make_array_from_process_local_data, by_rank)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
-        try:
-            return jax.device_put(batch, by_rank)
-        except TypeError as error:  # text and objects
-            raise ValueError(f"batch must hold arrays of numbers: {error}") from error
+        return jax.device_put(batch, by_rank)
 
 
 def check_replicas(trainer: Trainer, state: TrainState) -> None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -26,20 +25,6 @@ def check_state(state: TrainState) -> tuple[list[Any], Any]:
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
     return leaves, structure
-
-
-def check_fits(state: TrainState, held: TrainState, has_state: bool) -> None:
-    """Refuses a state that a trainer of other options has made, by structure and shapes of the optimizer's state."""
-    mine, theirs = (
-        (jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)])
-        for tree in (held.opt_state, state.opt_state)
-    )
-    is_empty = isinstance(state.model_state, tuple) and state.model_state == ()
-    if mine != theirs or has_state == is_empty:
-        raise ValueError(
-            "state must be one that this trainer has made: this one is of another strategy, mesh, optimizer,"
-            " trainable, compute_dtype, has_state or model"
-        )
 
 
 def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
@@ -91,21 +76,17 @@ def host_arrays(batch: Any) -> Any:
     Raises:
         ValueError: If an integer does not fit into what JAX keeps of it, 32 bits without x64.
     """
-
-    def to_numpy(path: Any, leaf: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
-            return leaf
-        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
-        try:
-            array = np.asarray(leaf)
-        except TypeError:  # NumPy has no bfloat16 of its own
-            return jnp.from_dlpack(leaf)
+            continue
+        array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
         kept = jax.dtypes.canonicalize_dtype(array.dtype)
         if array.dtype.kind in "iu" and array.dtype != kept and (array != array.astype(kept)).any():
-            raise ValueError(f"batch leaf {path_name(path)!r} (={array.max()}) must fit in {kept}: set jax_enable_x64")
-        return array
-
-    return jax.tree_util.tree_map_with_path(to_numpy, batch)
+            name = [*named_leaves(batch)][place]
+            raise ValueError(f"batch leaf {name!r} (={array.max()}) must fit in {kept}: set jax_enable_x64")
+        leaves[place] = array
+    return jax.tree.unflatten(structure, leaves)
 
 
 def is_global(leaf: Any) -> bool:
