@@ -162,7 +162,9 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     def compute(
         params: Any, model_state: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Parts, Any]]:
-        result, new_state, aux = call(params, *([model_state] if has_state else []), batch, key=key), (), None
+        new_state: Any = ()
+        aux: Any = None
+        result = call(params, *([model_state] if has_state else []), batch, key=key)
         if has_state or has_aux:
             result, aux = pair(result)
         if has_state:

@@ -214,8 +214,8 @@ class Trainer:
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
-            update = describe_update(self.optimizer, trained, list(self.mesh.shape.items()))
-            check_alike(self._fingerprint() | shapes | {"optimizer": update})
+            check_alike(self._fingerprint() | shapes)
+            check_alike({"optimizer": describe_update(self.optimizer, trained, list(self.mesh.shape.items()))})
             params, model_state, seed = from_first_process((params, model_state, seed))
         model, axis = self._describe(params), self.ranks.axis
         trained, places = (split(tree, self.trainable)[0] for tree in (params, model.layout.updated))

@@ -63,7 +63,7 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
 
 def count_examples(batch: Any) -> int:
     """Counts the examples of a batch, which may be none; refuses leaves that are no arrays or differ in length."""
-    lengths = {name: getattr(leaf, "shape", ())[:1] for name, leaf in named_leaves(batch).items()}
+    lengths: dict[str, Any] = {name: getattr(leaf, "shape", ())[:1] for name, leaf in named_leaves(batch).items()}
     if len({*lengths.values()}) != 1 or () in lengths.values():
         found = {name: length[0] if length else "none" for name, length in lengths.items()}
         raise ValueError(f"batch must be arrays whose dimension 0 counts examples, the same number in all, not {found}")
