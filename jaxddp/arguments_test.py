@@ -37,17 +37,14 @@ def of_state(method, *args):
 
 
 OPTIONS = (
-    "loss_fn optimizer strategy mesh trainable num_microbatches max_grad_norm param_specs grad_dtype compute_dtype "
-    "nonfinite state_sync has_aux"
+    "optimizer strategy mesh num_microbatches max_grad_norm param_specs grad_dtype compute_dtype nonfinite state_sync"
 ).split()
 # Functions of one argument.
 FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "model": lambda value: from_nnx(value, loss_fn),
     "params": lambda value: trainer().init(value),
-    "seed": lambda value: trainer().init(PARAMS, seed=value),
     **{f"{one} of a state": of_state(one, BATCH) for one in ("step", "evaluate", "compile", "plan", "planned")},
     **{f"{one} of a state": of_state(one) for one in ("params", "layout", "programs")},
-    "eval_fn": lambda value: trainer().evaluate(trainer().init(PARAMS), BATCH, value),
     "check_replicas of a trainer": lambda value: jaxddp.check_replicas(value, trainer().init(PARAMS)),
     "check_replicas of a state": lambda value: jaxddp.check_replicas(trainer(), value),
     "step of a batch": lambda value: trainer().step(trainer().init(PARAMS), value),
@@ -61,7 +58,6 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "shard_optimizer": lambda value: jaxddp.shard_optimizer(value, "data"),
     "axis": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), value),
     "plan_gradients": lambda value: jaxddp.plan_gradients(value, jax.grad(loss_fn), PARAMS, BATCH),
-    "loss_fn of value_and_grad": lambda value: jaxddp.value_and_grad(value, jaxddp.flat()),
     "value_and_grad": lambda value: jaxddp.value_and_grad(loss_fn, value),
     "jit": lambda value: jaxddp.jit(loss_fn, value),
     "compile_options": lambda value: jaxddp.compile_options(value, "gpu"),
@@ -72,10 +68,6 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "axis of data_mesh": lambda value: jaxddp.data_mesh(2, axis=value),
     "plan of sync_gradients": lambda value: jaxddp.sync_gradients(PARAMS, value, "data"),
     "plan of a batch": lambda value: trainer().plan(trainer().init(PARAMS), value),
-    "optimizer of sharded_specs":
-        lambda value: jaxddp.sharded_specs(value, PARAMS, num_ranks=2, axis="data"),
-    "num_ranks of sharded_specs":
-        lambda value: jaxddp.sharded_specs(optax.sgd(0.1), PARAMS, num_ranks=value, axis="data"),
     "a mesh of a target": jaxddp.targets.target_of,
     "atol":
         lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
@@ -116,11 +108,9 @@ def on_ranks(function):
         (lambda x: broadcast(x, "data", 1.5), "root (=1.5) must be at least 0 and below num_ranks (=2), an integer"),
         (lambda x: reduce(x, "data", 2), "root (=2) must be at least 0 and below num_ranks (=2), an integer"),
         (lambda x: send_recv(x, "data", [(0, 0.5)]), "must name ranks from 0 to below num_ranks (=2)"),
-        *((lambda x, value=value: jaxddp.sync_gradients({}, jaxddp.plan_buckets([]), "data", denominator=value),
-           "must be a positive finite number") for value in (0, float("inf"), True)),
     ],
 )  # fmt: skip
-def test_roots_pairs_and_denominators(call, rule):
+def test_roots_and_pairs(call, rule):
     assert rule in refusal(on_ranks, call)
 
 
@@ -134,8 +124,7 @@ def test_a_negative_weight_of_data_is_found_as_not_finite():
     assert np.isnan(metrics["loss"])
     np.testing.assert_array_equal(one.params(state)["w"], PARAMS["w"])
     constant = trainer(loss_fn=lambda params, batch: jaxddp.Weighted(loss_fn(params, batch), -1.0))
-    with pytest.raises(ValueError, match=r"^the weight \(=-1.0\) of jaxddp.Weighted must not be negative"):
-        constant.step(constant.init(PARAMS), BATCH)
+    assert np.isnan(constant.step(constant.init(PARAMS), BATCH)[1]["loss"])
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3, np.uint8), jnp.int32(3)])

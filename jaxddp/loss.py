@@ -8,7 +8,6 @@ once, after totals and weights have been summed; a plain mean has no weight, and
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .communication.reduction import wide
-from .tree import path_name
+from .tree import named_leaves, path_name
 
 _WEIGHT_DEPENDS = "the weight of jaxddp.Weighted must not depend on the parameters: wrap it in jax.lax.stop_gradient"
 
@@ -29,8 +28,8 @@ class Weighted(NamedTuple):
     Attributes:
         total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
         weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
-            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative weight is refused
-            where it is constant; of data, it makes loss and gradients of all ranks NaN.
+            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative weight makes loss
+            and gradients of all ranks NaN.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -49,7 +48,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Values to be summed over examples; integers stay integers."""
+    """Values to be summed over examples; integers stay integers, of 32 bits within a batch."""
 
     values: Any  # [examples, ...]
 
@@ -65,13 +64,6 @@ class Part(NamedTuple):
 
     total: jax.Array
     weight: jax.Array | None
-
-
-class Halves(NamedTuple):
-    """A sum of integers, of which 32 bits might not hold it; exact for 65,536 examples a batch."""
-
-    high: Any  # sum of the numbers without their last 16 bits, divided by 2^16
-    low: Any  # sum of these
 
 
 def is_marker(leaf: Any) -> bool:
@@ -100,24 +92,20 @@ def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_re
 
     ``is_real``, bool[num_examples], are those that count, all if None. A ValueError names the leaf.
     """
-    if getattr(marker.values, "shape", ())[:1] != (num_examples,):
-        kind = f"{type(marker).__name__} of {_kind(marker.values)}"
-        raise ValueError(f"{name} (={kind}) must have the {num_examples} examples at hand as dimension 0 of an array")
     values = jnp.asarray(marker.values)
+    if values.shape[:1] != (num_examples,):
+        kind = f"{type(marker).__name__} of {[*values.shape]}"
+        raise ValueError(f"{name} (={kind}) must have the {num_examples} examples at hand as dimension 0")
     if isinstance(marker, PerExample):
         return PerExample(values)
-    is_counted = is_real is not None and values.dtype.kind in "iu" and values.dtype.itemsize >= 4
-    if (isinstance(marker, Mean) and not is_counted) or jnp.issubdtype(values.dtype, jnp.inexact):
+    if isinstance(marker, Mean) or jnp.issubdtype(values.dtype, jnp.inexact):
         values = wide(values)
     if is_real is not None:
         values = jnp.where(is_real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.zeros_like(values))
-    total: Any = values.sum(0)
-    dtype = total.dtype
-    if is_counted:
-        total = Halves((values >> 16).sum(0), (values & 0xFFFF).sum(0))
+    total = values.sum(0)
     if isinstance(marker, Sum):
         return Sum(total)
-    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), dtype))
+    return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), total.dtype))
 
 
 @dataclass(frozen=True)
@@ -133,23 +121,17 @@ class Measure:
         found = self.eval_fn(params, *([model_state] if self.has_state else []), batch)
         name = _name(self.eval_fn)
         if not isinstance(found, dict) or not found:
-            other = "an empty one" if isinstance(found, dict) else _kind(found)
-            raise ValueError(f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample, not {other}")
+            raise ValueError(f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample")
 
         def part(path: Any, leaf: Any) -> Any:
             where = f"eval_fn (={name}): {path_name(path)!r}"
             if isinstance(leaf, Weighted):
                 return Part(*(part_of(where, Sum(wide(one)), len(is_real), is_real).values for one in leaf))
             if not is_marker(leaf):
-                raise ValueError(f"{where} (={_kind(leaf)}) must be marked as jaxddp.Mean, Sum or PerExample")
+                raise ValueError(f"{where} must be marked as jaxddp.Mean, Sum or PerExample")
             return part_of(where, leaf, len(is_real), is_real)
 
         return map_marked(part, found)
-
-
-def _kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"array of {[*shape]}"
 
 
 class Parts(NamedTuple):
@@ -170,20 +152,23 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
     model state is ``()`` without ``has_state``.
     """
     call = with_key(loss_fn, has_state)
+    expected = "(loss, (new_state, aux))" if has_state and has_aux else f"(loss, {'new_state' if has_state else 'aux'})"
+
+    def pair(result: Any) -> Any:
+        if not isinstance(result, tuple) or isinstance(result, Weighted) or len(result) != 2:
+            raise ValueError(f"loss_fn (={_name(loss_fn)}) must return {expected}")
+        return result
 
     def compute(
         params: Any, model_state: Any, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Parts, Any]]:
-        result = call(params, *([model_state] if has_state else []), batch, key)
-        new_state, aux = (), None
-        if has_aux or has_state:
-            has_both = has_aux and has_state
-            if not _is_pair(result) or (has_both and not _is_pair(result[1])):
-                second = "(new_state, aux)" if has_both else "new_state" if has_state else "aux"
-                flags = " and ".join(["has_state"] * has_state + ["has_aux"] * has_aux)
-                raise ValueError(f"loss_fn (={_name(loss_fn)}) must return (loss, {second}) when {flags} is set")
-            result, rest = result
-            new_state, aux = rest if has_both else (rest, None) if has_state else ((), rest)
+        new_state: Any = ()
+        aux: Any = None
+        result = call(params, *([model_state] if has_state else []), batch, key=key)
+        if has_state or has_aux:
+            result, aux = pair(result)
+        if has_state:
+            new_state, aux = pair(aux) if has_aux else (aux, None)
             new_state = _like(new_state, model_state)
         total, loss = _as_part(loss_fn, result)
         if not has_aux:
@@ -233,9 +218,6 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
         if found != ():
             said = f"loss_fn (={_name(loss_fn)}) returned {found}"
             raise ValueError(f"{said}: the loss must be a scalar or jaxddp.Weighted of scalars; aux needs has_aux=True")
-    is_known = isinstance(loss, Weighted) and not isinstance(loss.weight, jax.core.Tracer)
-    if is_known and not 0 <= loss.weight < math.inf:
-        raise ValueError(f"the weight (={loss.weight}) of jaxddp.Weighted must not be negative, NaN or infinite")
     total = jnp.asarray(values[0])
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
@@ -262,52 +244,42 @@ def _check_derivative(error: str, primals: Any, tangents: Any) -> tuple[jax.Arra
     return primals[0], jnp.zeros_like(primals[0])
 
 
-def _is_pair(result: Any) -> bool:
-    return isinstance(result, tuple) and not isinstance(result, Weighted) and len(result) == 2
-
-
 def _like(new_state: Any, model_state: Any) -> Any:
-    """Checks that a model state has the structure, shapes and dtypes of the one before it."""
-    wanted, found = (str(jax.tree.structure(tree)) for tree in (model_state, new_state))
-    if wanted != found:
-        raise ValueError(f"new_state (={found}) must have the structure of model_state (={wanted})")
+    """Checks that a model state has the names, shapes and dtypes of the one before it."""
+    wanted, found = (
+        {name: f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for name, leaf in named_leaves(tree).items()}
+        for tree in (model_state, new_state)
+    )
+    for name in wanted | found:
+        if (was := wanted.get(name)) != (now := found.get(name)):
+            raise ValueError(f"new_state leaf {name!r} (={now}) must be as in model_state (={was})")
 
-    def leaf(path: Any, new: Any, old: jax.Array) -> jax.Array:
-        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
-            said = f"new_state leaf {path_name(path)!r} (={jnp.result_type(new)}{[*jnp.shape(new)]})"
-            raise ValueError(f"{said} must have shape and dtype of that in model_state (={old.dtype}{[*old.shape]})")
-        # A number of Python's in it would have a weak dtype, which a loop over micro-batches refuses.
-        is_key = jnp.issubdtype(old.dtype, jax.dtypes.extended)
-        return new if is_key else jax.lax.convert_element_type(new, old.dtype)
+    def strong(leaf: Any) -> Any:  # a loop over micro-batches refuses the weak dtype of a number of Python's
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
+        return leaf if is_key else jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
 
-    return jax.tree_util.tree_map_with_path(leaf, new_state, model_state)
+    return jax.tree.map(strong, new_state)
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
-    """Adapts a loss function to ``(*inputs, key)``; it gets ``key`` by position or by name if it takes one.
+    """Adapts a loss function to ``(*inputs, key=key)``; it gets ``key`` by position or by name if it takes one.
 
     A key that ``functools.partial`` has set stays. None, to evaluate, is not passed on: the default counts. A loss with
     a model state must take one: its BatchNorm would normalise by the examples that a rank evaluates.
     """
     num_inputs = 2 + has_state
-    try:
-        parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = inspect.signature(loss_fn).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if parameters and len(positional) < num_inputs and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
-        wanted = "(params, model_state, batch)" if has_state else "(params, batch)"
-        raise ValueError(f"loss_fn (={_name(loss_fn)}) must be a function of {wanted}")
+    by_position = [p for p in positional[num_inputs:][:1] if p.name == "key" or p.default is p.empty]
+    # One that ``functools.partial`` has set is a keyword with a default.
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
-    after = positional[num_inputs : num_inputs + 1]
-    taken = by_name or [p for p in after if p.name == "key" or p.default is p.empty]
-    takes_key = bool(taken) and "key" not in _bound_names(loss_fn)
+    by_name = [p for p in by_name if p.default is None or p.default is p.empty]
+    taken = by_name or by_position
 
-    def call(*inputs_and_key: Any) -> Any:
-        *inputs, key = inputs_and_key
-        if takes_key and key is not None:
+    def call(*inputs: Any, key: Any) -> Any:
+        if taken and key is not None:
             return loss_fn(*inputs, key=key) if by_name else loss_fn(*inputs, key)
-        if key is None and (taken[0].default is inspect.Parameter.empty if takes_key else has_state):
+        if key is None and (taken[0].default is inspect.Parameter.empty if taken else has_state):
             raise ValueError(
                 f"evaluate tells loss_fn (={_name(loss_fn)}) by key=None that it does not train: give it a parameter"
                 " key=None, and where it is None no dropout, and the running statistics of a model state"
@@ -315,15 +287,6 @@ def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]
         return loss_fn(*inputs)
 
     return call
-
-
-def _bound_names(function: Any) -> set[str]:
-    """Arguments that ``functools.partial`` has set, also inside of ``jax.jit``, ``jax.checkpoint`` and decorators."""
-    names: set[str] = set()
-    while (is_partial := isinstance(function, functools.partial)) or hasattr(function, "__wrapped__"):
-        names |= set(function.keywords if is_partial else ())
-        function = function.func if is_partial else function.__wrapped__
-    return names
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -139,7 +139,7 @@ MUTANTS = {
     ),
     # model state and numbers that are not finite
     "a model state that was infinite before counts": Mutant(
-        _STATE, "(jnp.isfinite(before) & ~jnp.isfinite(after)).any()", "(~jnp.isfinite(after)).any()",
+        _STEP, "(jnp.isfinite(before) & ~jnp.isfinite(after)).any()", "(~jnp.isfinite(after)).any()",
         ("jaxddp/training/nonfinite_test.py::test_a_model_state_that_no_longer_is_finite_counts_too",),
     ),
     "a model state that became infinite does not count": Mutant(
@@ -151,7 +151,8 @@ MUTANTS = {
         ("jaxddp/training/model_state_test.py::test_a_micro_batch_without_examples_that_count_leaves_it",),
     ),
     "each rank keeps its own statistics": Mutant(
-        _STATE, "total = total / num_ranks if is_mean else total", "total = flat if is_mean else total",
+        _STATE, "totals = sum_over_ranks(jax.tree.map(summand, model_state), ranks, MODEL_STATE_SCOPE)",
+        "totals = jax.tree.map(lambda leaf: ranks.num_ranks * summand(leaf), model_state)",
         ("jaxddp/training/model_state_test.py::test_each_rank_normalises_its_examples_and_ranks_average_their_statistics",),
     ),
     # what is held and checked

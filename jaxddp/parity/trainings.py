@@ -144,7 +144,7 @@ class Task:
         self.trainer = Trainer(loss_fn, optimizer, flat, data_mesh(1), **options)
 
     def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
-        return self._call(params, *([] if model_state is None else [model_state]), batch, jax.random.key(0))
+        return self._call(params, *([] if model_state is None else [model_state]), batch, key=jax.random.key(0))
 
     def loss(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         """The mean, and the next model state and aux, of a loss function of any kind."""

@@ -226,7 +226,7 @@ def test_masters_that_are_replaced_are_what_is_trained_on(strategy):
 def test_trained_parameters_of_16_bits_are_warned_of(name, dtype):
     """They lose updates that are smaller than half their last place."""
     options = {"compute_dtype": None, "grad_dtype": jnp.float32}
-    with pytest.warns(UserWarning, match=rf"parameter 'first' is {dtype}.*compute_dtype=jnp.{dtype}$"):
+    with pytest.warns(UserWarning, match=rf"parameter 'first' is {dtype}.*compute_dtype"):
         make(mlp_loss, jaxddp.make_strategy(name), **options).init(mlp_params(dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

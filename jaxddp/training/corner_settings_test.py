@@ -1,6 +1,5 @@
-"""Settings and uses at the edge: strict promotion, a frozen PRNG key, copies of a trainer, Flax's state, bound keys."""
+"""Settings and uses at the edge: strict promotion, a frozen PRNG key, Flax's state, bound keys."""
 
-import copy
 import functools
 
 import jax
@@ -59,15 +58,6 @@ def test_a_frozen_prng_key():
     state, metrics = trainer.step(trainer.init(params), BATCH)
     assert jnp.isfinite(metrics["loss"])
     assert jax.random.key_data(trainer.params(state)["key"]).tolist() == jax.random.key_data(params["key"]).tolist()
-
-
-def test_a_copy_of_a_used_trainer():
-    trainer = make(loss_fn, "zero1")
-    state, _ = trainer.step(trainer.init({"w": jnp.ones((3, 2))}), BATCH)
-    twin = copy.deepcopy(trainer)
-    expected = trainer.params(state)
-    state, metrics = twin.step(state, BATCH)
-    assert jnp.isfinite(metrics["loss"]) and not (twin.params(state)["w"] == expected["w"]).all()
 
 
 VARIABLES = {"params": {"w": jnp.ones((3, 2))}, "batch_stats": {"mean": jnp.zeros(2)}}

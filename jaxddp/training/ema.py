@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..arguments import is_number
-
 
 class EmaState(NamedTuple):
     """State of ``params_ema``."""
@@ -39,7 +37,7 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
         >>> float(state[1].ema["w"][0])
         0.5
     """
-    if not is_number(decay) or not 0 <= decay < 1:
+    if not 0 <= decay < 1:
         raise ValueError(f"decay (={decay!r}) must be at least 0 and below 1")
 
     def update(updates: Any, state: EmaState, params: Any = None, **extra_args: Any) -> tuple[Any, EmaState]:

@@ -8,7 +8,8 @@ at the end of the step the ranks agree:
 | floating               | sum over ranks of x_r, / N | x_0                                       |
 | others: counts, keys   | x_0                      | x_0                                         |
 
-It is one all-reduce for each dtype, beside those of the gradients; 16-bit floats are summed in float32. The mean of
+It is one all-reduce for floats and one for each other dtype, beside those of the gradients; 16-bit floats are summed in
+float32. The mean of
 running variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function
 average over the axis (``flax.linen.BatchNorm(axis_name="data")``).
 
@@ -25,10 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..communication.collectives import Axis, all_reduce
+from ..communication.collectives import Axis
 from ..communication.planned import wire_bytes
 from ..scopes import MODEL_STATE_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Ranks
+from .step import sum_over_ranks
 
 STATE_SYNC = ("mean", "first")
 
@@ -52,60 +54,45 @@ def fold_keys(model_state: Any, axis: Axis) -> Any:
     return jax.tree.map(folded, model_state)
 
 
-def became_nonfinite(new: Any, old: Any) -> jax.Array:
-    """Whether a floating leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    lost = [
-        (jnp.isfinite(before) & ~jnp.isfinite(after)).any()
-        for after, before in pairs
-        if jnp.issubdtype(after.dtype, jnp.floating)
-    ]
-    return jnp.stack(lost).any() if lost else jnp.bool_(False)
-
-
 def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
     """Makes the ranks' model states one; ``how`` is of ``STATE_SYNC``."""
-    leaves, structure = jax.tree.flatten(model_state)
-    if ranks.num_ranks == 1 or not leaves:
+    if ranks.num_ranks == 1:
         return model_state
-    if ranks.other_axes:  # or XLA sums the blocks into which the loss has split a leaf
-        with jax.named_scope(OTHER_AXES_SCOPE):
-            leaves = [
-                leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-                else lax.with_sharding_constraint(leaf, PartitionSpec()) for leaf in leaves
-            ]  # fmt: skip
-    axis, num_ranks = ranks.axis, ranks.num_ranks
-    is_first = lax.axis_index(axis) == 0
-    with jax.named_scope(MODEL_STATE_SCOPE):
-        for places in _by_dtype(leaves).values():
-            parts = [_as_numbers(leaves[place]) for place in places]
-            flat = jnp.concatenate([part.reshape(-1) for part in parts])
-            is_mean = how == "mean" and jnp.issubdtype(flat.dtype, jnp.floating)
-            # Not times 0: the other ranks' may be NaN.
-            total = all_reduce(flat if is_mean else jnp.where(is_first, flat, jnp.zeros_like(flat)), axis)
-            total = total / num_ranks if is_mean else total
-            for place, part in zip(places, parts, strict=True):
-                mine, total = total[: part.size], total[part.size :]
-                leaves[place] = _undo(mine.reshape(part.shape), leaves[place])
-    return jax.tree.unflatten(structure, leaves)
+
+    def is_mean(leaf: jax.Array) -> bool:
+        return how == "mean" and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    def summand(leaf: jax.Array) -> jax.Array:
+        if ranks.other_axes and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            with jax.named_scope(OTHER_AXES_SCOPE):  # or XLA sums the blocks into which the loss has split a leaf
+                leaf = lax.with_sharding_constraint(leaf, PartitionSpec())
+        numbers = _as_numbers(leaf)
+        # Not times 0: the other ranks' may be NaN.
+        is_sent = is_mean(leaf) | (lax.axis_index(ranks.axis) == 0)
+        return jnp.where(is_sent, numbers, jnp.zeros_like(numbers))
+
+    def result(leaf: jax.Array, total: jax.Array) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(total, impl=jax.random.key_impl(leaf))
+        total = total / ranks.num_ranks if is_mean(leaf) else total
+        return total.astype(leaf.dtype)
+
+    totals = sum_over_ranks(jax.tree.map(summand, model_state), ranks, MODEL_STATE_SCOPE)
+    return jax.tree.map(result, model_state, totals)
 
 
 def planned_sync(model_state: Any, num_ranks: int, platform: str) -> list[tuple[str, int]]:
     """Lists ``(kind, bytes)`` of the collectives of ``sync_model_state``."""
-    if num_ranks == 1:
-        return []
-    leaves = jax.tree.leaves(model_state)
-    numbers = [[jax.eval_shape(_as_numbers, leaves[place]) for place in some] for some in _by_dtype(leaves).values()]
-    return [("all-reduce", wire_bytes(sum(one.size for one in some), some[0].dtype, platform)) for some in numbers]
-
-
-def _by_dtype(leaves: list[Any]) -> dict[Any, list[int]]:
-    """Places of the leaves that have elements."""
-    places: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        if leaf.size:
-            places.setdefault(leaf.dtype, []).append(place)
-    return places
+    alike: dict[Any, list[Any]] = {}
+    for leaf in jax.tree.leaves(model_state):
+        numbers = jax.eval_shape(_as_numbers, leaf)
+        if leaf.size and num_ranks > 1:
+            kind = "float" if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers.dtype
+            alike.setdefault(kind, []).append(numbers)
+    return [
+        ("all-reduce", wire_bytes(sum(leaf.size for leaf in leaves), jnp.result_type(*leaves), platform))
+        for leaves in alike.values()
+    ]
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
@@ -116,9 +103,3 @@ def _as_numbers(leaf: jax.Array) -> jax.Array:
     # A sum over ranks of 16-bit numbers could overflow.
     is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return leaf.astype(jnp.float32) if is_narrow else leaf
-
-
-def _undo(numbers: jax.Array, leaf: jax.Array) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
-    return numbers.astype(leaf.dtype)

@@ -1,22 +1,20 @@
 """For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Number
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arguments import check_flag, check_function, check_kind, check_leaves, check_positive
+from ..arguments import check_kind
 from ..communication.buckets import Bucket, BucketPlan
 from ..communication.collectives import all_reduce, as_varying, broadcast, varying
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
 from ..ddp import all_reduce_grads
-from ..loss import PartialLoss, denominator, divide, partial_loss, refuse_derivative
+from ..loss import denominator, divide, partial_loss, refuse_derivative
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE
 from ..strategy import Ranks, Strategy
 from ..tree import like, named_leaves
@@ -77,74 +75,51 @@ def value_and_grad(
         >>> float(loss)
         1.0
     """
-    check_function("loss_fn", loss_fn)
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_kind("axis", axis, str, "the name of a mesh axis")
-    check_flag(has_aux=has_aux)
     if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
         raise ValueError(
             f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"
             " jax.grad, which are this rank's, to jaxddp.shard_optimizer(optimizer, axis)"
         )
 
-    return functools.partial(_on_rank, loss_fn, strategy, axis, has_aux)
+    def on_rank(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def local_loss(params: Any, batch: Any) -> Any:
+            # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
+            total, others = loss(params, (), batch, None)
+            return as_varying(total, axis), others
+
+        @jax.named_scope(LOSS_SCOPE)
+        def local_grads(params: Any, batch: Any) -> Any:
+            # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
+            return jax.grad(local_loss, has_aux=True)(as_varying(params, axis), batch)
+
+        num_ranks = lax.axis_size(axis)
+        loss = partial_loss(lambda params, batch: loss_fn(params, batch, *args, **kwargs), has_aux)
+        # A constant may still be another one on each process, which no trainer has compared here: it is sent.
+        trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
+        plan = plan_trace(strategy, trace)
+        plan = plan if num_ranks > 1 else replace(plan, buckets=())
+        local, (parts, _) = local_grads(params, batch)
+        parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
+        value, aux = divide(parts, num_ranks)
+        grads = _reduced(local, plan, axis, denominator(parts.loss, num_ranks), strategy.hook)
+        result = (value, aux) if has_aux else value, grads
+        if not varying(lax.axis_index(axis)):
+            # Without check_vma, the derivative of a sum over ranks is that of one rank.
+            result = jax.tree.map(
+                lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
+                result,
+            )
+        if num_ranks > 1:
+            return result
+        # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
+        return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
+
+    return on_rank
 
 
-def _on_rank(
-    loss_fn: Callable[..., Any], strategy: Strategy, axis: str, has_aux: bool,
-    params: Any, batch: Any, *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
-    def loss(params: Any, batch: Any) -> Any:
-        return loss_fn(params, batch, *args, **kwargs)
-
-    loss.__name__ = getattr(loss_fn, "__name__", repr(loss_fn))
-    num_ranks, local_grads = lax.axis_size(axis), _local_grads(partial_loss(loss, has_aux), axis)
-    # A constant may still be another one on each process, which no trainer has compared here: it is sent.
-    trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
-    plan = plan_trace(strategy, trace)
-    plan = plan if num_ranks > 1 else replace(plan, buckets=())
-    local, (parts, _) = local_grads(params, batch)
-    parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
-    value, aux = divide(parts, num_ranks)
-    ready = named_leaves(local)
-    check_grads(ready, plan, axis)
-    grads = like(local, _reduced(ready, plan, axis, denominator(parts.loss, num_ranks), strategy.hook))
-    result = (value, aux) if has_aux else value, grads
-    if not varying(lax.axis_index(axis)):
-        # Without check_vma, the derivative of a sum over ranks is that of one rank.
-        result = jax.tree.map(
-            lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
-            result,
-        )
-    if num_ranks > 1:
-        return result
-    # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
-    return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
-
-
-def _local_grads(loss: PartialLoss, axis: str) -> Callable[..., tuple[Any, Any]]:
-    """Gives ``(params, batch) -> (this rank's gradients, (summands, model state))``."""
-
-    def local_loss(params: Any, batch: Any) -> Any:
-        total, others = loss(params, (), batch, None)
-        # A mean that the loss took over ranks counts on each of them, as it does where check_vma is off.
-        return as_varying(total, axis), others
-
-    @jax.named_scope(LOSS_SCOPE)
-    def local_grads(params: Any, batch: Any) -> Any:
-        # Of parameters that vary over ranks, gradients are local. Of equal ones, autodiff would sum them.
-        return jax.grad(local_loss, has_aux=True)(as_varying(params, axis), batch)
-
-    return local_grads
-
-
-def sync_gradients(
-    grads: Any,
-    plan: BucketPlan,
-    axis: str,
-    *,
-    denominator: jax.Array | float | None = None,
-) -> Any:
+def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.Array | float | None = None) -> Any:
     """Sums gradients over the ranks of an axis as planned, and divides once.
 
     For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
@@ -168,23 +143,14 @@ def sync_gradients(
         A tree like ``grads``.
 
     Raises:
-        ValueError: If plan and gradients differ in names or shapes, or an argument is of another kind.
+        ValueError: If plan and gradients differ in names or shapes.
     """
-    check_leaves("grads", named_leaves(grads))
-    check_kind("plan", plan, BucketPlan, "a BucketPlan, as plan_gradients gives it")
-    if denominator is not None and not isinstance(denominator, jax.Array):
-        check_positive("denominator", denominator)
-    num_ranks = lax.axis_size(axis)
-    denominator = num_ranks if denominator is None else denominator
-    ready = named_leaves(grads)
+    return _reduced(grads, plan, axis, lax.axis_size(axis) if denominator is None else denominator)
+
+
+def _reduced(grads: Any, plan: BucketPlan, axis: str, denominator: Any, hook: Any = None) -> Any:
+    num_ranks, ready = lax.axis_size(axis), named_leaves(grads)
     check_grads(ready, plan, axis)
-    return like(grads, _reduced(ready, plan, axis, denominator))
-
-
-def _reduced(
-    ready: dict[str, jax.Array], plan: BucketPlan, axis: str, denominator: Any, hook: Any = None
-) -> dict[str, jax.Array]:
-    num_ranks = lax.axis_size(axis)
     axes = {name: varying(ready[name]) for name in plan.names}
     unsent = {name: grad for name, grad in ready.items() if name not in axes}
     if num_ranks > 1:
@@ -197,7 +163,7 @@ def _reduced(
         part = replace(plan, buckets=tuple(Bucket(tuple(tensors)) for tensors in parts if tensors))
         sent = {name: ready[name] for name in part.names}
         means |= all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, part, denominator).grads
-    return means
+    return like(grads, means)
 
 
 def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
@@ -219,7 +185,7 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         The plan, for ``sync_gradients``.
 
     Raises:
-        ValueError: If ``grad_fn`` uses a mesh axis that is not bound.
+        NameError: If ``grad_fn`` uses a mesh axis that is not bound: then call this inside ``jax.shard_map``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -232,28 +198,10 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         (('b', 'a'), ('unused',))
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    check_function("grad_fn", grad_fn)
-    arrays = {name: leaf for name, leaf in named_leaves(args).items() if not isinstance(leaf, Number)}
-    check_leaves("grad_fn's argument", arrays)
-    try:
-        trace = trace_gradients(grad_fn, *args)
-    except NameError as error:
-        if "unbound axis" not in str(error):
-            raise
-        raise ValueError(
-            "grad_fn must not use a mesh axis here, where none is bound: call plan_gradients inside jax.shard_map, or"
-            " jaxddp.value_and_grad"
-        ) from error
-    return plan_trace(strategy, trace)
+    return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 
-def jit(
-    function: Callable[..., Any],
-    strategy: Strategy,
-    *,
-    platform: str | None = None,
-    **options: Any,
-) -> Any:
+def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
     """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy.
 
     Args:
@@ -268,9 +216,6 @@ def jit(
     Raises:
         ValueError: If the strategy is none, or the platform is unknown.
     """
-    check_function("function", function)
-    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    platform = jax.default_backend() if platform is None else platform
-    compiler_options = compile_options(strategy, platform)
+    compiler_options = compile_options(strategy, platform or jax.default_backend())
     compiler_options |= options.pop("compiler_options", None) or {}
     return jax.jit(function, compiler_options=compiler_options, **options)

@@ -3,7 +3,6 @@
 Several processes take the arrays of the first process. They go through the hosts, one piece after another.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -63,13 +62,8 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None =
 
 def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Undoes ``place``: every rank gets a copy of every full leaf, without padding."""
-    leaves, structure = jax.tree.flatten(tree)
-    everywhere = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())) for leaf in leaves]
+    everywhere = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     with no_mesh():
-        return jax.tree.unflatten(structure, _from_global(everywhere, tuple(jax.tree.leaves(layout))))
-
-
-@partial(jax.jit, static_argnums=1)
-def _from_global(leaves: list[jax.Array], places: tuple[Leaf, ...]) -> list[jax.Array]:
-    pairs = zip(leaves, places, strict=True)
-    return [place.from_global(leaf) if place.is_padded else jnp.copy(leaf) for leaf, place in pairs]
+        return jax.tree.map(
+            lambda array, leaf: leaf.from_global(array) if leaf.is_padded else jnp.copy(array), everywhere, layout
+        )

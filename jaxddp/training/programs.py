@@ -150,7 +150,8 @@ class Programs:
         if self.layout.held:  # the loss function itself gathers units and scatters their gradients: read off its trace
             each, once = traced_collectives(trace.program, self.platform)
             planned = each * run.num_microbatches + once + planned
-        return self._of_several(planned)
+        # XLA drops collectives along axes of one device.
+        return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
     def planned_groups(self, state: TrainState, batch: Any) -> list[tuple[str, int, tuple[int, ...]]]:
         """Lists ``(kind, bytes, devices of the first group)`` of what is planned, by their place in the mesh."""
@@ -165,20 +166,6 @@ class Programs:
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
         return planned_sync(state.model_state, self.layout.ranks.num_ranks, self.platform)
-
-    def planned_loss(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that the loss function itself calls over ranks in one step.
-
-        They are those of its trace, forward and backward, such as of BatchNorm's statistics over the axis: of a
-        ``lax.cond`` those of all branches, and those in an iteration of a ``lax.while_loop`` once.
-        """
-        each, once = traced_collectives(self.trace(state, batch).program, self.platform, of_loss=True)
-        own = self._of_several(each * self.run.num_microbatches + once)
-        return [(one.kind, one.num_bytes) for one in own]
-
-    def _of_several(self, planned: list[Planned]) -> list[Planned]:
-        """Leaves out collectives along axes of one device, which XLA drops."""
-        return [one for one in planned if math.prod(self._mesh.shape[axis] for axis in one.axes) > 1]
 
     def step_function(self, state: TrainState, batch: Any) -> StepFunction:
         """Gives the step before it is compiled: for ``jax.jit(function, **options).lower(*args)``."""

@@ -4,18 +4,16 @@ It takes each rank's local gradients and returns full updates: a reduce-scatter,
 shards, an all-gather. It replaces the all-reduce of the gradients, and sends the same bytes.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import optax
 from jax import lax
 
-from ..arguments import check_integer, check_kind, check_leaves, check_optimizer, check_positive
+from ..arguments import check_kind, check_optimizer, check_positive
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import varying
 from ..communication.reduction import check_grads
-from ..communication.sharding import Cut
 from ..layout import whole
 from ..strategy import Layout, Ranks
 from ..tree import like, named_leaves, tensor_specs
@@ -75,43 +73,36 @@ def shard_optimizer(
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     optimizer = optax.with_extra_args_support(optimizer)
-    plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first update
+
+    def layout_of(tree: Any) -> Layout:
+        num_ranks = lax.axis_size(axis)
+        return layout_shards(whole(tree), optimizer, Ranks(axis, num_ranks, num_ranks))
+
+    def shards_of(tree: Any, layout: Layout) -> Any:
+        return like(tree, local_shards(named_leaves(tree), layout.cuts, axis))
 
     def init(params: Any) -> Any:
-        found = _layout(optimizer, axis, params)
-        return found.optimizer.init(_shards_of(params, found.cuts, axis))
+        layout = layout_of(params)
+        return layout.optimizer.init(shards_of(params, layout))
 
-    return optax.GradientTransformationExtraArgs(init, partial(_update, optimizer, axis, bucket_mb, max_grad_norm))
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        layout, ready, num_ranks = layout_of(grads), named_leaves(grads), lax.axis_size(axis)
+        buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
+        empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
+        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
+        check_grads(ready, plan, axis)
+        means = reduce_scatter_grads(ready, plan, layout, num_ranks)
+        shards = means.grads
+        if max_grad_norm is not None:
+            shards = clip_to_norm(shards, global_norm(means, layout), max_grad_norm)
+        held = None if params is None else shards_of(params, layout)
+        updates, state = optimizer.update(like(grads, shards), state, held, **extra_args)
+        full = gather_shards(named_leaves(updates), plan, layout.cuts, axis)
+        if num_ranks == 1:  # under check_vma, only what comes out of a collective leaves shard_map under P()
+            full = {name: lax.psum(leaf, axis) if varying(leaf) else leaf for name, leaf in full.items()}
+        return like(grads, full), state
 
-
-def _update(
-    optimizer: optax.GradientTransformationExtraArgs, axis: str, bucket_mb: BucketMb, max_grad_norm: float | None,
-    grads: Any, state: Any, params: Any = None, **extra_args: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    found, ready, num_ranks = _layout(optimizer, axis, grads), named_leaves(grads), lax.axis_size(axis)
-    buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
-    empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
-    plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
-    check_grads(ready, plan, axis)
-    means = reduce_scatter_grads(ready, plan, found, num_ranks)
-    shards = means.grads
-    if max_grad_norm is not None:
-        shards = clip_to_norm(shards, global_norm(means, found), max_grad_norm)
-    held = None if params is None else _shards_of(params, found.cuts, axis)
-    updates, state = optimizer.update(like(grads, shards), state, held, **extra_args)
-    full = gather_shards(named_leaves(updates), plan, found.cuts, axis)
-    if num_ranks == 1:  # under check_vma, only what comes out of a collective leaves shard_map under P()
-        full = {name: lax.psum(leaf, axis) if varying(leaf) else leaf for name, leaf in full.items()}
-    return like(grads, full), state
-
-
-def _layout(optimizer: optax.GradientTransformationExtraArgs, axis: str, tree: Any) -> Layout:
-    num_ranks = lax.axis_size(axis)
-    return layout_shards(whole(tree), optimizer, Ranks(axis, num_ranks, num_ranks))
-
-
-def _shards_of(tree: Any, cuts: dict[str, Cut], axis: str) -> Any:
-    return like(tree, local_shards(named_leaves(tree), cuts, axis))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
@@ -127,11 +118,7 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
         A tree of ``PartitionSpec`` like the state.
 
     Raises:
-        ValueError: If the optimizer is not element-wise, or an argument is of another kind.
+        ValueError: If the optimizer is not element-wise.
     """
-    check_optimizer(optimizer)
-    check_leaves("params", named_leaves(params))
-    num_ranks = check_integer("num_ranks", num_ranks)
-    check_kind("axis", axis, str, "the name of a mesh axis")
     found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)

@@ -29,7 +29,6 @@ from ..loss import PartialLoss, Parts, PerExample, denominator, divide, map_per_
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
 from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split
-from .model_state import became_nonfinite
 from .wide_products import with_wide_products
 
 
@@ -188,14 +187,14 @@ def clip_to_norm(grads: dict[str, jax.Array], norm: jax.Array, max_norm: float) 
     return {name: grad * scale.astype(grad.dtype) for name, grad in grads.items()}
 
 
-def sum_over_ranks(parts: Any, ranks: Ranks) -> Any:
+def sum_over_ranks(parts: Any, ranks: Ranks, scope: str = METRICS_SCOPE) -> Any:
     """Sums metrics over ranks, in one all-reduce and one for each integer dtype, and joins values of examples."""
     if ranks.num_ranks == 1:
         return parts
     leaves, structure = jax.tree.flatten(parts, is_leaf=lambda leaf: isinstance(leaf, PerExample))
     # Floats of all dtypes share a call; integers keep theirs, since a float sum would round them.
     places: dict[Any, list[int]] = {}
-    with jax.named_scope(METRICS_SCOPE):
+    with jax.named_scope(scope):
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, PerExample):
                 leaves[place] = PerExample(all_gather(leaf.values, ranks.axis, equal=True))
@@ -232,6 +231,17 @@ def guarded_step(
     return new, metrics
 
 
+def became_nonfinite(new: Any, old: Any) -> jax.Array:
+    """Whether a floating leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    lost = [
+        (jnp.isfinite(before) & ~jnp.isfinite(after)).any()
+        for after, before in pairs
+        if jnp.issubdtype(after.dtype, jnp.floating)
+    ]
+    return jnp.stack(lost).any() if lost else jnp.bool_(False)
+
+
 def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
     """Gives the global mean loss of a batch and the aux values, if there are any, equal on every rank."""
     _, (parts, _) = run.loss(state.params, state.model_state, batch, None)
@@ -239,6 +249,8 @@ def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
     return loss if parts.aux is None else (loss, aux)
 
 
-def measure(run: Run, function: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
-    """Gives what a ``Measure`` does of the examples of all ranks, equal on every rank."""
-    return sum_over_ranks(function(state.params, state.model_state, inputs), run.layout.ranks)
+def measure(run: Run, function: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> Any:
+    """Gives what a ``Measure`` does of the examples of all ranks, and which of them count, equal on every rank."""
+    found = function(state.params, state.model_state, inputs)
+    parts, is_real = sum_over_ranks((found, PerExample(inputs[1])), run.layout.ranks)
+    return parts, is_real.values

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import warnings
 import zlib
@@ -22,7 +21,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from .. import __version__
-from ..arguments import check_flag, check_function, check_integer, check_kind, check_leaves, check_optimizer, is_number
+from ..arguments import check_integer, check_kind, check_leaves, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
 from ..layout import whole
@@ -30,7 +29,7 @@ from ..loss import Measure, partial_loss
 from ..mesh import DATA_AXIS, no_mesh, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
-from ..tree import check_params, is_floating, like, merge, named_leaves, split
+from ..tree import check_params, is_floating, merge, named_leaves, split
 from ..zero.elementwise import describe_update
 from .agreement import BATCH_S, check_alike
 from .ema import EmaState
@@ -43,13 +42,11 @@ from .step import Run, TrainState as TrainState
 from .validation import (
     abstract,
     check_batch,
-    check_fits,
     check_state,
     host_arrays,
     is_global,
     leaf_specs,
     signature,
-    with_arrays,
 )
 
 NONFINITE = ("ignore", "skip")
@@ -128,19 +125,14 @@ class Trainer:
     axis: str | tuple[str, ...] | None = None
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
-    _fitting: dict[Any, Programs] = field(default_factory=dict, init=False)  # by states that have been checked
     _steps: dict[Any, Any] = field(default_factory=dict, init=False)  # compiled, by types of state and batch
     _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
 
     def __post_init__(self) -> None:
         """Checks the options; compiles nothing yet."""
-        check_function("loss_fn", self.loss_fn)
         check_optimizer(self.optimizer)
         check_kind("strategy", self.strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
         check_kind("mesh", self.mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
-        if self.trainable is not None:
-            check_function("trainable", self.trainable, "a function of a parameter's name, or None")
-        check_flag(has_aux=self.has_aux, has_state=self.has_state)
         object.__setattr__(self, "num_microbatches", check_integer("num_microbatches", self.num_microbatches))
         for name in ("grad_dtype", "compute_dtype"):
             if (dtype := getattr(self, name)) is not None and not is_floating(dtype):
@@ -154,11 +146,10 @@ class Trainer:
             kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
             types = tuple(AxisType.Auto if name in self.ranks.other_axes else kind for name, kind in kinds)
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types))
-        others = ", ".join(self.ranks.other_axes)
-        if others and self.param_specs is None:
-            raise ValueError(f"param_specs (=None) must be given for the other mesh axes: {others}")
-        if self.param_specs is not None and not others:
-            raise ValueError(f"param_specs must be None where the mesh has no other axes than {self.ranks.axis}")
+        if (self.param_specs is None) == bool(self.ranks.other_axes):
+            raise ValueError(
+                f"param_specs must be given if the mesh has other axes than {self.ranks.axis}, and only then"
+            )
         compiler_of(self.mesh)
 
     def __repr__(self) -> str:
@@ -210,24 +201,28 @@ class Trainer:
         """
         self._check_devices("init", "abstract_state")
         check_params(params, self.trainable)
-        if not is_number(seed) or not abs(seed) < 2**63 or int(seed) != seed:
-            raise ValueError(f"seed (={seed!r}) must be an integer of 64 bits")
         model_state = self._checked_model_state(model_state)
-        _warn_of_narrow(params, self.trainable)
+        trained = split(params, self.trainable)[0]
+        for name, leaf in named_leaves(trained).items():
+            if (dtype := jnp.dtype(leaf.dtype)).itemsize < 4:
+                warnings.warn(
+                    f"parameter {name!r} is {dtype}: updates below its last place are lost, and training stalls; give"
+                    " init float32 parameters, and Trainer a compute_dtype",
+                    stacklevel=2,
+                )
+                break
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
             check_alike(self._fingerprint() | shapes)
-            check_alike({"optimizer": self._describe_update(params)})
+            check_alike({"optimizer": describe_update(self.optimizer, trained, list(self.mesh.shape.items()))})
             params, model_state, seed = from_first_process((params, model_state, seed))
-        model, seed, axis = self._describe(params), int(seed), self.ranks.axis
-        updated = place(
-            split(params, self.trainable)[0], split(model.layout.updated, self.trainable)[0], self.mesh, axis
-        )
-        opt_state = model.init_opt_state(updated)
+        model, axis = self._describe(params), self.ranks.axis
+        trained, places = (split(tree, self.trainable)[0] for tree in (params, model.layout.updated))
+        opt_state = model.init_opt_state(place(trained, places, self.mesh, axis))
         params = place(params, model.layout.params, self.mesh, axis)
         make = jax.jit(
-            lambda: (jnp.zeros((), jnp.int32), jax.random.key(seed)), out_shardings=NamedSharding(self.mesh, P())
+            lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), out_shardings=NamedSharding(self.mesh, P())
         )
         step, key = make()
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
@@ -271,20 +266,13 @@ class Trainer:
         batch = host_arrays(batch)
         key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
-            if not all(hasattr(leaf, "aval") for leaf in leaves):
-                return self.step(with_arrays(state), batch)
+            if not all(hasattr(leaf, "aval") for leaf in leaves):  # such as a learning rate that a user has set
+                return self.step(jax.tree.map(jnp.asarray, state), batch)
             model = self.programs(state)
-            self._agree(model, batch, self.num_microbatches, state)
-            self._steps[key] = model, model.step(state, self._place(model, batch))
+            batch = self._agree(model, batch, self.num_microbatches, state)
+            self._steps[key] = model, model.step(state, batch)
         model, program = self._steps[key]
-        batch = self._place(model, batch)
-        with self._watched(is_call=False) as results:
-            result = program(state, batch)
-            if model.platform == "cpu":
-                # With more simulated devices than cores, steps that run ahead abort in XLA's rendezvous.
-                jax.block_until_ready(result)
-            results.append(result[1]["loss"])
-            return result
+        return self._run(model, program, state, self._place(model, batch), is_call=False)
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -307,40 +295,31 @@ class Trainer:
             Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
             on the host, over all examples of all batches and processes: means and sums in float64 (of integers in
             int64), and values of single examples in the order of the batches and, within one, of the processes. A
-            batch takes one all-reduce, one more for each integer dtype, and an all-gather for each ``PerExample``.
+            batch takes one all-reduce, one more for each integer dtype, an all-gather for each ``PerExample``, and one
+            of a byte per example, which tells padding.
 
         Raises:
             ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        self.programs(state)
         if eval_fn is None:
-            try:
-                return self._evaluate(state, batches)
-            except TypeError as error:
-                if not isinstance(batches, list):
-                    raise
-                raise ValueError(f"batches (=list) must be one batch without eval_fn: {error}") from error
-        check_function("eval_fn", eval_fn)
-        if eval_fn.__hash__ is None:
-            raise ValueError(f"eval_fn (={type(eval_fn).__name__}) must be hashable: its programs are kept")
+            return self._evaluate(state, batches)
         measure = Measure(eval_fn, self.has_state)
-
-        def run(batch: Any, is_real: Any) -> dict[str, Any]:
-            return self._evaluate(state, (batch, is_real), measure)
-
-        return evaluate_batches(run, batches, self.batch_sharding, self._watched)
+        return evaluate_batches(
+            lambda *inputs: self._evaluate(state, inputs, measure), batches, self.batch_sharding, self._watched
+        )
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         model = self.programs(state)
-        batch = host_arrays(batch)
-        self._agree(model, batch, 1)
-        batch = self._place(model, batch)
-        program = model.evaluate(state, batch, measure)
-        with self._watched() as results:
+        batch = self._agree(model, host_arrays(batch), 1)
+        return self._run(model, model.evaluate(state, batch, measure), state, batch)
+
+    def _run(self, model: Programs, program: Any, state: TrainState, batch: Any, is_call: bool = True) -> Any:
+        with self._watched(is_call) as results:
             result = program(state, batch)
-            results.append(jax.tree.leaves(result)[0])
+            results.append(jax.tree.leaves(result)[-1])  # no part of a state, which the next step may delete
+            # With more simulated devices than cores, programs that run ahead abort in XLA's rendezvous.
             return jax.block_until_ready(result) if model.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
@@ -362,24 +341,22 @@ class Trainer:
 
     def with_masters(self, state: TrainState, masters: Any) -> TrainState:
         """Gives a state of other parameters, given as ``masters`` gives them; the optimizer's state stays."""
-        model = self.programs(state)
         trained, frozen = split(masters, self.trainable)
         if isinstance(state.opt_state, Masters):
             state = state._replace(opt_state=state.opt_state._replace(params=trained))
-        places = named_leaves(model.layout.updated)
-        held = split(model.layout.params, self.trainable)[0]
-
-        def make(arrays: dict[str, jax.Array]) -> Any:
-            full = {name: places[name].from_global(array) for name, array in arrays.items()}
-            leaves = named_leaves(held).items()
-            return like(held, {name: leaf.to_global(full[name]).astype(leaf.dtype) for name, leaf in leaves})
-
-        shardings = split(model.shardings.params, self.trainable)[0]
+        model = self.programs(state)
+        trees = model.layout.updated, model.layout.params, model.shardings.params
+        updated, held, shardings = (split(tree, self.trainable)[0] for tree in trees)
         whole_here = NamedSharding(self.mesh, P())  # padding cannot be taken off where axes are explicit
-        arrays = {
-            name: jax.device_put(array, whole_here) if places[name].is_padded else array
-            for name, array in named_leaves(trained).items()
-        }
+        arrays = jax.tree.map(
+            lambda leaf, array: jax.device_put(array, whole_here) if leaf.is_padded else array, updated, trained
+        )
+
+        def make(arrays: Any) -> Any:
+            return jax.tree.map(
+                lambda was, now, array: now.to_global(was.from_global(array)).astype(now.dtype), updated, held, arrays
+            )
+
         with no_mesh():
             return state._replace(params=merge(jax.jit(make, out_shardings=shardings)(arrays), frozen))
 
@@ -440,8 +417,8 @@ class Trainer:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
         Those of metrics are left out. ``programs(state)`` lists others: ``planned_sync(state)`` those by which ranks
-        agree on the model state, ``planned_loss(state, batch)`` those that the loss function itself calls, and
-        ``planned_groups(state, batch)`` those of this list with the devices that take part.
+        agree on the model state, and ``planned_groups(state, batch)`` those of this list with the devices that take
+        part.
         """
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
@@ -449,13 +426,7 @@ class Trainer:
         """Gives which leaves of a state are shards, and of what; raises as ``programs``."""
         return self.programs(state).layout
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
-        """Copies the trainer; what it has compiled cannot change, and is shared."""
-        return copy.copy(self)
-
     def _check_devices(self, method: str, instead: str) -> None:
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            raise ValueError(f"{method} runs a compiled program: call it outside of jax.disable_jit()")
         if isinstance(self.mesh, AbstractMesh):
             spec = self.mesh.abstract_device.device_kind
             raise ValueError(f"{method} needs devices, and {spec!r} is not here: use {instead}")
@@ -471,23 +442,19 @@ class Trainer:
             begin_step(is_call)
         try:
             yield results
-        except Exception as error:
+        except Exception:
             wait_for_end()
-            if "input shardings that disagree" in str(error):
-                raise ValueError(
-                    f"state must lie over the devices as init of a trainer with strategy {self.strategy.name!r} makes"
-                    " it: give arrays put into it the shardings of those before, by jax.device_put"
-                ) from error
             raise
         if spans_job:
             end_step(lambda: all(one.is_deleted() or one.is_ready() for one in results))
 
     def _checked_model_state(self, model_state: Any) -> Any:
-        if self.has_state and (model_state is None or (isinstance(model_state, tuple) and not model_state)):
-            raise ValueError(f"model_state (={model_state}) must be given: has_state is set; if it is empty, as {{}}")
-        if not self.has_state and model_state is not None:
-            raise ValueError(f"model_state (={type(model_state).__name__}) needs Trainer(has_state=True)")
-        model_state = () if model_state is None else model_state
+        is_missing = model_state is None or (isinstance(model_state, tuple) and not model_state)
+        if self.has_state == is_missing:
+            raise ValueError(
+                "model_state must be given where Trainer has has_state=True, an empty one as {}, and only there"
+            )
+        model_state = () if is_missing else model_state
         check_leaves("model_state", named_leaves(model_state))
         return model_state
 
@@ -499,9 +466,6 @@ class Trainer:
                 ``abstract_state`` has made.
         """
         check_state(state)
-        key = signature(state)
-        if key in self._fitting:
-            return self._fitting[key]
         model = self._models.get(signature(state.params))
         if model is None:
             is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
@@ -512,8 +476,16 @@ class Trainer:
                     " abstract_state with its parameters first"
                 )
             model = self._describe(state.params)
-        check_fits(state, model.held, self)
-        self._fitting[key] = model
+        ours, theirs = (
+            (jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)])
+            for tree in (model.held.opt_state, state.opt_state)
+        )
+        is_empty = isinstance(state.model_state, tuple) and not state.model_state
+        if ours != theirs or self.has_state == is_empty:
+            raise ValueError(
+                "state must be one that this trainer has made: this one is of another strategy, mesh, optimizer,"
+                " trainable, compute_dtype, has_state or model"
+            )
         return model
 
     def _describe(self, params: Any) -> Programs:
@@ -533,66 +505,36 @@ class Trainer:
                 self.max_grad_norm, self.state_sync, self.nonfinite,
             )  # fmt: skip
             self._models[key] = Programs(run, self.mesh)
-        known = self._models[key]
-        for (name, theirs), ours in zip(
-            named_leaves(known.layout.params).items(), jax.tree.leaves(layout.params), strict=True
-        ):
-            if theirs != ours:
-                raise ValueError(
-                    f"parameter {name!r} (={ours.shape}) cannot be told by its shards from that of another model of"
-                    f" this trainer (={theirs.shape}): make a Trainer for each"
-                )
-        return known
+        if jax.tree.leaves(self._models[key].layout.params) != jax.tree.leaves(layout.params):
+            raise ValueError("params cannot be told by their shards from another model's: make a Trainer for each")
+        return self._models[key]
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be alike in all processes, apart from parameters and batches."""
         names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite".split()
         options = {name: str(getattr(self, name)) for name in names}
         layout = f"{self.strategy.layout} {self.strategy.hook}".partition(" at 0x")[0]
-        return options | {
-            "jaxddp": __version__,
-            "jax": jax.__version__,
-            "strategy": self.strategy.name,
-            "layout": layout,
-            "num_ranks": self.num_ranks,
-            "num_shards": self.ranks.num_shards,
-        }
+        versions = {"jaxddp": __version__, "jax": jax.__version__}
+        ranks = {"num_ranks": self.num_ranks, "num_shards": self.ranks.num_shards}
+        return options | versions | {"strategy": self.strategy.name, "layout": layout} | ranks
 
-    def _describe_update(self, params: Any) -> str:
-        try:
-            return describe_update(self.optimizer, split(params, self.trainable)[0], list(self.mesh.shape.items()))
-        except Exception as error:  # the other processes wait for this one
-            return type(error).__name__
-
-    def _describe_batch(self, model: Programs, held: Any, state: TrainState | None) -> dict[str, str]:
-        """This process's batch and, if there is a state to train, the plan of the step."""
-        said = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
-        if state is not None:
-            count = jax.process_count()
-            batch = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(
-                    leaf.shape if is_global(leaf) else (*(rows * count for rows in leaf.shape[:1]), *leaf.shape[1:]),
-                    leaf.dtype,
-                ),
-                held,
-            )
-            with contextlib.suppress(ValueError):  # raised again once all processes have come
-                plan = model.plan(state, batch)
-                said["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                said["results and constant gradients"] = describe_results(model.trace(state, batch))
-        return said
-
-    def _agree(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> None:
-        """Refuses a batch that cannot be split, and processes whose batches or plans differ."""
+    def _agree(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
+        """Places a batch; refuses one that cannot be split, and processes whose batches or, to train, plans differ."""
         if jax.process_count() > 1:
-            held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
-            # With another number of examples in each process, the mean over ranks would be one of unlike means.
-            key = signature(held), state is None
-            if key not in self._agreed:
-                check_alike(self._describe_batch(model, held, state), BATCH_S)
-                self._agreed.add(key)
             batch = self._place(model, batch)
+            key = signature(batch), state is None
+            if key not in self._agreed:
+                # With another number of examples in each process, the mean over ranks would be one of unlike means.
+                alike = {"batch": ", ".join(f"{name} {text}" for name, text in describe(batch).items())}
+                with contextlib.suppress(ValueError):  # raised again once all processes have come
+                    if state is not None:
+                        plan = model.plan(state, batch)
+                        alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
+                        alike["results and constant gradients"] = describe_results(model.trace(state, batch))
+                check_alike(alike, BATCH_S)
+                self._agreed.add(key)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
+        return self._place(model, batch)
 
     def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
@@ -602,10 +544,7 @@ class Trainer:
         if jax.process_count() > 1:
             make = partial(jax.make_array_from_process_local_data, by_rank)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
-        try:
-            return jax.device_put(batch, by_rank)
-        except TypeError as error:  # text and objects
-            raise ValueError(f"batch must hold arrays of numbers: {error}") from error
+        return jax.device_put(batch, by_rank)
 
 
 def check_replicas(trainer: Trainer, state: TrainState) -> None:
@@ -624,17 +563,3 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
         with trainer._watched():
             compare_replicas(state, trainer.mesh)
-
-
-def _warn_of_narrow(params: Any, trainable: Callable[[str], bool] | None) -> None:
-    """Warns where updates are added to weights of 16 bits, which lose most of them."""
-    for name, leaf in named_leaves(params).items():
-        dtype = jnp.dtype(leaf.dtype) if trainable is None or trainable(name) else jnp.dtype("float32")
-        if dtype.itemsize < 4:
-            overflow = "sums of gradients above 65504 are infinite, " if dtype.name == "float16" else ""
-            warnings.warn(
-                f"parameter {name!r} is {dtype.name}: {overflow}updates below its last place are lost, and training"
-                f" stalls; give init float32 parameters, and Trainer compute_dtype=jnp.{dtype.name}",
-                stacklevel=3,
-            )
-            return

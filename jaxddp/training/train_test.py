@@ -127,7 +127,7 @@ def test_a_trainer_tells_states_of_several_models_apart_by_their_shards():
     transposed = jax.tree.map(jnp.transpose, params_of(5))
     for describe in (trainer.abstract_state, trainer.init):  # whose shards might be the other's
         found = refusal(describe, transposed)
-        assert "parameter 'down' (=(1, 5))" in found and "another model of this trainer (=(5, 1))" in found
+        assert "cannot be told by their shards from another model's" in found
     trainer.step(states[5], batch)
     of_two_layers().abstract_state(transposed)
 
@@ -256,10 +256,10 @@ def test_a_donated_state_is_refused():
     ("batch", "message"),
     [
         (regression_batch(10), "batch (=10 examples) must be divisible by num_ranks x num_microbatches (=4 x 1)"),
-        ({"x": np.ones((8, 10)), "y": np.ones((4, 5))}, "agree in length, they have {'x': 8, 'y': 4}"),
+        ({"x": np.ones((8, 10)), "y": np.ones((4, 5))}, "the same number in all, not {'x': 8, 'y': 4}"),
         ({"x": np.ones((0, 10)), "y": np.ones((0, 5))}, "batch (=0 examples) must be divisible"),
-        ({"x": np.float32(1)}, "batch leaf 'x' (="),
-        ({}, "batch (={}) must hold at least one array"),
+        ({"x": np.float32(1)}, "batch must be arrays whose dimension 0 counts examples"),
+        ({}, "batch must be arrays"),
     ],
 )
 def test_batches_that_cannot_be_split(batch, message):

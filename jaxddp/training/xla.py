@@ -24,7 +24,6 @@ them, or the gathers of all units would start at once. In its loops over layers,
 and scatters the gradients of the one before.
 """
 
-import os
 import re
 
 import jaxlib.version
@@ -52,7 +51,7 @@ _AHEAD_IN_LOOPS_ON_TPUS = {
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
     """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
-    Passes that ``XLA_FLAGS`` disables stay disabled, although a program's list replaces that of the flags.
+    On CPUs and TPUs, and of strategies that all-reduce, the list of disabled passes replaces that of ``XLA_FLAGS``.
 
     Args:
         strategy: The strategy to be compiled.
@@ -71,20 +70,19 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
-        passes = ["cpu-all-reduce-combiner", "cse_barrier_expander", "small-while-loop-hoisting"]
-        return {_DISABLE: _with_disabled_passes_of_environment(passes)}
+        return {_DISABLE: "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"}
     if platform in ("gpu", "cuda"):
         joins = strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-            **({_DISABLE: _with_disabled_passes_of_environment(["all-reduce-contiguous"])} if joins else {}),
+            **({_DISABLE: "all-reduce-contiguous"} if joins else {}),
             **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY),
         }
     if platform == "tpu":
-        options = _ON_SPARSE_CORES | (_AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {})
-        return options | {_DISABLE: _with_disabled_passes_of_environment(["all-reduce-combiner"])}
+        ahead = _AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {}
+        return _ON_SPARSE_CORES | ahead | {_DISABLE: "all-reduce-combiner"}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
 
 
@@ -95,8 +93,3 @@ def _ahead_in_loops() -> dict[str, str | bool]:
     if version < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
-
-
-def _with_disabled_passes_of_environment(passes: list[str]) -> str:
-    already = re.findall(rf"--{_DISABLE}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    return ",".join([*(already[-1].split(",") if already else []), *passes])

@@ -28,15 +28,6 @@ print(jax.jit(mapped, compiler_options=options)({"w": jnp.ones(3), "b": jnp.zero
     assert run_python(program) == "(3,)\n"
 
 
-def test_passes_that_the_environment_disables_stay_disabled(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_foo=1 --xla_disable_hlo_passes=mine,yours --xla_bar=2")
-    assert jaxddp.compile_options(jaxddp.overlapped(), "cpu") == {
-        "xla_disable_hlo_passes": "mine,yours,cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"
-    }
-    passes = jaxddp.compile_options(jaxddp.overlapped(), "tpu")["xla_disable_hlo_passes"]
-    assert passes == "mine,yours,all-reduce-combiner"
-
-
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"  # since jaxlib 0.11.1
 THRESHOLDS = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")}
 
