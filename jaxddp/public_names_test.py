@@ -16,12 +16,12 @@ def test_what_is_loaded_is_what_type_checkers_see():
     imported: dict = {"__package__": "jaxddp"}
     exec(compile(ast.Module(blocks[0].body, []), "imports", "exec"), imported)
     names = {alias.name for one in blocks[0].body for alias in one.names}
-    assert names == {*jaxddp._modules()} and all(getattr(jaxddp, name) is imported[name] for name in names)
+    assert names == {*jaxddp._MODULES} and all(getattr(jaxddp, name) is imported[name] for name in names)
     assert all(alias.name == alias.asname for one in blocks[0].body for alias in one.names)
 
 
 def test_every_name_is_listed_and_there():
-    for name in jaxddp._modules():
+    for name in jaxddp._MODULES:
         assert name in dir(jaxddp)
     assert list(jaxddp.STRATEGIES) == ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
     with pytest.raises(AttributeError, match=r"^module 'jaxddp' has no attribute 'no_such_name'$"):
