@@ -10,7 +10,6 @@ from flax import nnx
 import jaxddp
 from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.checkpoint.weights import load_weights
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.comparison_test import refusal
@@ -79,14 +78,10 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "num_ranks of sharded_specs":
         lambda value: jaxddp.sharded_specs(optax.sgd(0.1), PARAMS, num_ranks=value, axis="data"),
     "a mesh of a target": jaxddp.targets.target_of,
-    "atol":
-        lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
     "loss of from_nnx": lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value),
-    "a file of weights": load_weights,
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),
     "process_id": lambda value: jaxddp.start_process("127.0.0.1:1", 1, value),
     "a directory": Checkpoints,
-    "warn": lambda value: Checkpoints("here", warn=value),
     "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
     "trainer of a restore": lambda value: Checkpoints("here").restore(value, PARAMS),

@@ -32,9 +32,11 @@ class Leaf:
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of a block."""
-        return tuple(
-            size // count for size, count in zip(self.shape, self.counts or (1,) * len(self.shape), strict=True)
-        )
+        return tuple(size // count for size, count in zip(self.shape, self._counts, strict=True))
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.counts or (1,) * len(self.shape)
 
     @property
     def is_padded(self) -> bool:
@@ -88,11 +90,9 @@ class Leaf:
         if not self.is_padded:
             return tensor
         assert self.cut is not None
-        if not self.counts:
-            return self.cut.to_rows(tensor).reshape(self.cut.global_shape)
         numpy = np if isinstance(tensor, np.ndarray) else jnp
-        dims, apart = len(self.counts), [size for pair in zip(self.counts, self.block, strict=True) for size in pair]
-        order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2))
+        apart = [size for pair in zip(self._counts, self.block, strict=True) for size in pair]
+        order = (*range(0, len(apart), 2), *range(1, len(apart), 2))
         blocks = tensor.reshape(apart).transpose(order).reshape(-1, *self.block)
         return numpy.stack([self.cut.to_rows(one) for one in blocks], axis=1).reshape(self.held.shape)
 
@@ -101,14 +101,12 @@ class Leaf:
         if not self.is_padded:
             return array
         assert self.cut is not None
-        if not self.counts:
-            return self.cut.from_rows(array)
         numpy = np if isinstance(array, np.ndarray) else jnp
-        dims = len(self.counts)
+        dims = len(self.shape)
         rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)
         blocks = numpy.stack([self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])])
         order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
-        return blocks.reshape(*self.counts, *self.block).transpose(order).reshape(self.shape)
+        return blocks.reshape(*self._counts, *self.block).transpose(order).reshape(self.shape)
 
 
 def whole(tree: Any) -> Any:

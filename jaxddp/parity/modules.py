@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments import check_function, check_kind
 from ..table import table
-from ..tree import is_floating
 from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
@@ -106,11 +104,6 @@ def first_difference(
 
     Raises a ValueError if no module has a counterpart.
     """
-    check_function("loss_fn", loss_fn)
-    check_function("torch_loss", torch_loss)
-    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
-    if not is_floating(dtype):
-        raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
 
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
