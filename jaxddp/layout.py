@@ -4,6 +4,7 @@ A leaf that is cut along a dimension is an ordinary array of its own shape. One 
 the ranks divide none of its dimensions, is laid out rank by rank and, where other axes split it, block by block.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -60,11 +61,6 @@ class Leaf:
             shape[-1 if self.cut.dim is None else self.cut.dim] //= self.cut.num_ranks
         return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
-    @property
-    def bytes_on_rank(self) -> int:
-        """Bytes of one rank's part."""
-        return self.on_rank.size * self.on_rank.dtype.itemsize
-
     @cached_property
     def shard_spec(self) -> PartitionSpec:
         """How a shard lies along the other axes."""
@@ -78,9 +74,8 @@ class Leaf:
 
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""
-        ndim = len(self.held.shape)
-        both = ((*self.rank_spec(axis), *(None,) * ndim)[:ndim], (*self.shard_spec, *(None,) * ndim)[:ndim])
-        dims = [tuple(jax.tree.leaves((ranks, others))) or None for ranks, others in zip(*both, strict=True)]
+        specs = itertools.zip_longest(self.rank_spec(axis), self.shard_spec)
+        dims = [tuple(jax.tree.leaves(axes)) or None for axes in specs]
         while dims and dims[-1] is None:
             dims.pop()
         return NamedSharding(mesh, PartitionSpec(*(dim[0] if dim and len(dim) == 1 else dim for dim in dims)))
@@ -93,7 +88,7 @@ class Leaf:
         numpy = np if isinstance(tensor, np.ndarray) else jnp
         apart = [size for pair in zip(self._counts, self.block, strict=True) for size in pair]
         order = (*range(0, len(apart), 2), *range(1, len(apart), 2))
-        blocks = tensor.reshape(apart).transpose(order).reshape(-1, *self.block)
+        blocks = tensor.reshape(apart).transpose(order).reshape(math.prod(self.counts), *self.block)
         return numpy.stack([self.cut.to_rows(one) for one in blocks], axis=1).reshape(self.held.shape)
 
     def from_global(self, array: Any) -> Any:
@@ -106,7 +101,7 @@ class Leaf:
         rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)
         blocks = numpy.stack([self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])])
         order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
-        return blocks.reshape(*self._counts, *self.block).transpose(order).reshape(self.shape)
+        return blocks.reshape(self._counts + self.block).transpose(order).reshape(self.shape)
 
 
 def whole(tree: Any) -> Any:

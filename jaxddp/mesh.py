@@ -85,7 +85,7 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
 
 def rank_axis(mesh: Mesh | AbstractMesh, given: str | tuple[str, ...] | None = None) -> str | tuple[str, ...]:
     """The axis of a mesh along which ranks lie, or both if it has replicas; ``given`` is the user's choice."""
-    names = tuple(map(str, mesh.axis_names))
+    names = mesh.axis_names
     if given is not None:
         chosen = (given,) if isinstance(given, str) else given
         if not chosen or not {*chosen} <= {*names} or len({*chosen}) < len(chosen):

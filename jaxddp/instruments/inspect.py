@@ -15,7 +15,7 @@ from ..arguments import check_kind, check_leaves
 from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of, target as machine_of
-from ..registry import STRATEGIES, is_bucketed, make_strategy
+from ..registry import BUCKETED, STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.jit_baseline import auto_step
 from ..training.train import Trainer, TrainState
@@ -191,10 +191,10 @@ def _trainers(whole: Trainer, strategies: Any, bucket_mb: float | None, options:
         if isinstance(one, str) and name not in (AUTO, *STRATEGIES):
             raise ValueError(f"unknown strategy {name!r}: one of {AUTO}, {', '.join(STRATEGIES)}")
         if name != AUTO:
-            cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and is_bucketed(name) else {}
+            cap = {"bucket_mb": bucket_mb} if bucket_mb is not None and name in BUCKETED else {}
             found[name] = whole.with_strategy(make_strategy(one, **cap) if isinstance(one, str) else one)
-    if bucket_mb is not None and not any(isinstance(one, str) and is_bucketed(one) for one in strategies):
-        allowed = ", ".join(filter(is_bucketed, STRATEGIES))
+    if bucket_mb is not None and not any(isinstance(one, str) and one in BUCKETED for one in strategies):
+        allowed = ", ".join(BUCKETED)
         raise ValueError(f"bucket_mb (={bucket_mb}) must come with one of {allowed}, not {next(iter(given))!r}")
     if AUTO in given and options:
         raise ValueError(f"strategy {AUTO!r} must come without options of Trainer, not {next(iter(options))}")
