@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxddp
 from jaxddp.arguments import check_integer
@@ -13,7 +12,6 @@ from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.communication.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter, send_recv
 from jaxddp.communication.ring import ring_all_reduce
 from jaxddp.comparison_test import refusal
-from jaxddp.flax import from_nnx
 
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
 
@@ -43,7 +41,6 @@ OPTIONS = (
 ).split()
 # Functions of one argument.
 FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
-    "model": lambda value: from_nnx(value, loss_fn),
     "params": lambda value: trainer().init(value),
     "seed": lambda value: trainer().init(PARAMS, seed=value),
     **{f"{one} of a state": of_state(one, BATCH) for one in ("step", "evaluate", "compile", "plan", "planned")},
@@ -70,7 +67,6 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
     "measured": jaxddp.network.measured,
-    "axis of data_mesh": lambda value: jaxddp.data_mesh(2, axis=value),
     "plan of sync_gradients": lambda value: jaxddp.sync_gradients(PARAMS, value, "data"),
     "plan of a batch": lambda value: trainer().plan(trainer().init(PARAMS), value),
     "optimizer of sharded_specs":
@@ -78,13 +74,10 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "num_ranks of sharded_specs":
         lambda value: jaxddp.sharded_specs(optax.sgd(0.1), PARAMS, num_ranks=value, axis="data"),
     "a mesh of a target": jaxddp.targets.target_of,
-    "loss of from_nnx": lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value),
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),
     "process_id": lambda value: jaxddp.start_process("127.0.0.1:1", 1, value),
     "a directory": Checkpoints,
-    "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
-    "trainer of a restore": lambda value: Checkpoints("here").restore(value, PARAMS),
 }  # fmt: skip
 
 

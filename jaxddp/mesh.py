@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .arguments import check_axis, check_integer
+from .arguments import check_integer
 from .plugins import devices
 
 DATA_AXIS = "data"
@@ -74,7 +74,6 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
 
 def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
     """The names and sizes of the axes of ``data_mesh``; raises as it does."""
-    check_axis(axis)
     replicas = check_integer("replicas", replicas)
     if replicas == 1:
         return {axis: num_ranks}

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments import check_kind
 from ..training.agreement import gather_texts
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state
@@ -50,7 +49,6 @@ class Checkpoints(CheckpointFolder):
             FloatingPointError: If parameters, or arrays of the optimizer state, are not finite.
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
-        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_state(state)
         step = int(state.step)
         self._together(lambda: self._begin(step))
@@ -92,7 +90,6 @@ class Checkpoints(CheckpointFolder):
                 or of another version; a process cannot read what process 0 reads; or the mesh is a target's.
             OSError: If it cannot be read.
         """
-        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         trainer._check_devices("restore", "abstract_state")
         about = self._agree(step)
         self._check_fits(about, {"params": params})  # first, so that the trainer never sees another model

@@ -10,9 +10,8 @@ dots; the last part decides the name and the layout:
     scale      [features]                      weight  [features]               LayerNorm, RMSNorm, GroupNorm
     anything else                              the same name and layout         bias, custom parameters
 
-``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
-these: they are not supported. A parameter that PyTorch lists twice has one name here. Values are copied bit for bit,
-never cast; bfloat16 is that of ``ml_dtypes``.
+``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts and are not supported. A parameter
+that PyTorch lists twice has one name here. Values are copied bit for bit, never cast; bfloat16 is that of ``ml_dtypes``.
 """
 
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Gives fresh, writable, C-contiguous arrays in the order of ``params``, such as ``nnx.state(module, nnx.Param)``.
-    Raises a ValueError if two leaves map to one name, or a kernel has no rule.
+    Raises a ValueError if two leaves map to one name.
 
     Example:
         >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
@@ -82,30 +81,14 @@ def torch_names(params: Params) -> list[str]:
 
 def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
-    by_path = named_leaves(params)
-    num_dims = {path: len(leaf.shape) for path, leaf in by_path.items()}
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for path, leaf in by_path.items():
-        module, last = path[: path.rfind(".") + 1], path.rpartition(".")[2]
-        dims, name = tuple(range(num_dims[path])), module + _RENAMED.get(last, last)
-        if last == "kernel":
-            if not 2 <= len(dims) <= 5 or _is_attention(module, num_dims):
-                raise ValueError(
-                    f"{path!r} {[*leaf.shape]} must be the kernel of a Linear or Conv, by its shape and bias"
-                )
-            dims = (*dims[:-3:-1], *dims[:-2])
+    for path, leaf in named_leaves(params).items():
+        last, dims = path.rpartition(".")[2], tuple(range(len(leaf.shape)))
+        name = path.removesuffix(last) + _RENAMED.get(last, last)
         if name in leaves:
             raise ValueError(f"{path!r} and another leaf have the name {name!r} in PyTorch")
-        leaves[name] = dims, leaf
+        leaves[name] = (*dims[:-3:-1], *dims[:-2]) if last == "kernel" else dims, leaf
     return leaves
-
-
-def _is_attention(module: str, num_dims: Mapping[str, int]) -> bool:
-    """Whether a kernel of more than two dimensions has what a convolution has not; ``module`` ends with a dot."""
-    own = module[:-1].rpartition(".")[2]
-    siblings = [f"{module.removesuffix(f'{own}.')}{name}.kernel" for name in ("query", "key", "value")]
-    is_projection = own in ("query", "key", "value", "out") and all(one in num_dims for one in siblings)
-    return num_dims[f"{module}kernel"] > 2 and (num_dims.get(f"{module}bias", 1) > 1 or is_projection)
 
 
 def _as_numpy(array: Any) -> np.ndarray:

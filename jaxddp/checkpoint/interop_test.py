@@ -61,17 +61,8 @@ def nnx_params(module, *args, **options):
     [
         ({"a": {"kernel": np.zeros((2, 2)), "weight": np.zeros((2, 2))}}, "'a.weight' and another leaf have the name"),
         ({"a.b": np.zeros(2), "a": {"b": np.zeros(2)}}, "two leaves have the name 'a.b'"),
-        ({"a": {"kernel": np.zeros(2)}}, "'a.kernel' [2] must be the kernel of a Linear or Conv"),
-        # Kernels of attention have three dimensions, as those of convolutions: they are refused, not transposed.
-        (nnx_params(nnx.MultiHeadAttention, num_heads=2, in_features=8, decode=False), "'key.kernel' [8, 2, 4] "),
-        (nnx_params(nnx.LinearGeneral, 8, (2, 4)), "'kernel' "),
     ],
 )
 def test_trees_without_a_rule_are_refused(params, fault):
     for found in (refusal(to_numpy, params), refusal(from_numpy, {}, params)):
         assert fault in found
-
-
-def test_attention_of_matrices_passes():
-    matrices = {name: {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)} for name in ("query", "key", "value", "out")}
-    assert {array.shape for array in to_numpy(matrices).values()} == {(6, 4), (6,)}
