@@ -11,7 +11,7 @@ dots; the last part decides the name and the layout:
     anything else                              the same name and layout         bias, custom parameters
 
 ``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts and are not supported. A parameter
-that PyTorch lists twice has one name here. Values are copied bit for bit, never cast; bfloat16 is that of ``ml_dtypes``.
+that PyTorch lists twice has one name here. Values are copied bit for bit; bfloat16 is that of ``ml_dtypes``.
 """
 
 from collections.abc import Mapping
