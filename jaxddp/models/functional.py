@@ -28,11 +28,6 @@ Batch = dict[str, jax.Array]
 Loss = Callable[[Params, Batch], jax.Array]
 
 
-def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean over every element of the squared difference."""
-    return jnp.mean((output - target) ** 2)
-
-
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean over tokens of ``log sum exp(logits [..., vocab]) - logits[targets [...]]``, in nats; all targets count."""
     # Comparing every id with the target keeps the gradient elementwise; an indexed read would make it a scatter.
@@ -48,7 +43,7 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
-    return mean_squared_error(model(batch["x"]), batch["y"])
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
 def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss, Params]:

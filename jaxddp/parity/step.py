@@ -121,14 +121,12 @@ class _Step:
         if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):
             return ""
         count = self.num_ranks
-        for factor, why in (
-            (count, f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it"),
-            (count**2, f"{count**2} times as large: as squares of something {count} times too large"),
-            (1 / count, f"1/{count} as large: it is a mean where the sum is meant, or divided twice"),
-        ):
-            if np.isclose(ratio, factor, rtol=1e-6):
-                return why
-        return ""
+        causes = {
+            count: f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it",
+            count**2: f"{count**2} times as large: as squares of something {count} times too large",
+            1 / count: f"1/{count} as large: it is a mean where the sum is meant, or divided twice",
+        }
+        return next((why for factor, why in causes.items() if np.isclose(ratio, factor, rtol=1e-6)), "")
 
     def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
         """Why a result may differ in another way than by a factor."""
