@@ -61,6 +61,11 @@ class Leaf:
             shape[-1 if self.cut.dim is None else self.cut.dim] //= self.cut.num_ranks
         return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
+    @property
+    def bytes_on_rank(self) -> int:
+        """Bytes of one rank's part."""
+        return self.on_rank.size * self.on_rank.dtype.itemsize
+
     @cached_property
     def shard_spec(self) -> PartitionSpec:
         """How a shard lies along the other axes."""

@@ -90,6 +90,24 @@ class CheckpointFolder(abc.ABC):
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
         return self._together(lambda: max(self.steps(), default=None))
 
+    def about(self, step: int) -> dict[str, Any]:
+        """Describes a checkpoint without reading its arrays; needs no other process.
+
+        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
+
+        Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
+        """
+        if step not in (steps := self.steps()):
+            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
+        if (about := _read_about(self._path(step))) is None:
+            raise self._damage(step)
+        if (about["format"], about["package"]) != (self.format, self.package):
+            written = f"format {about['format']} of {about['package']}"
+            raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
+        if about["step"] != step:
+            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        return about
+
     @property
     @abc.abstractmethod
     def _place(self) -> tuple[int, int]:
@@ -192,7 +210,7 @@ class CheckpointFolder(abc.ABC):
         first = self._together(lambda: self._choose(step))
 
         def read() -> dict[str, Any]:
-            if self._place[0] and self._about(first["step"]) != first:
+            if self._place[0] and self._about_sound(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
             return first
 
@@ -201,11 +219,11 @@ class CheckpointFolder(abc.ABC):
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
-            return self._about(step)
+            return self._about_sound(step)
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()):
             try:
-                found = self._about(one)
+                found = self._about_sound(one)
             except DamagedError as error:
                 damaged[one] = error
                 continue
@@ -215,23 +233,17 @@ class CheckpointFolder(abc.ABC):
             return found
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
-    def _about(self, step: int) -> dict[str, Any]:
+    def _about_sound(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint whose files are what was written."""
-        if step not in (steps := self.steps()):
-            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
-        damage = DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
-        if (about := _read_about(self._path(step))) is None:
-            raise damage
-        if (about["format"], about["package"]) != (self.format, self.package):
-            written = f"format {about['format']} of {about['package']}"
-            raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
-        if about["step"] != step:
-            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        about = self.about(step)
         for name, (num_bytes, checksum) in about["files"].items():
             path = self._path(step) / name
             if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise damage
+                raise self._damage(step)
         return about
+
+    def _damage(self, step: int) -> DamagedError:
+        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"

@@ -70,8 +70,7 @@ def test_processes_save_and_restore_as_one(tmp_path):
     with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
         trainer = trainer_of("bucketed on 3")
         for step, strategy in ((1, "zero3"), (2, "bucketed"), (3, "zero2")):
-            about = json.loads((tmp_path / str(step) / "about.json").read_bytes())["about"]
-            assert about["strategy"] == strategy
+            assert checkpoints.about(step)["strategy"] == strategy
             state, position = checkpoints.restore(trainer, make_params(), step=step)
             assert position == step * BATCH
             assert_near(dict_of(trainer, state), uninterrupted(step))

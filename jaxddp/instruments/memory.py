@@ -29,9 +29,7 @@ class DeviceBytes(NamedTuple):
 def held_bytes(layout: Layout) -> DeviceBytes:
     """Returns the bytes of parameters and optimizer state on a device; the other components are 0."""
     trees = layout.params, layout.opt_state
-    return DeviceBytes(
-        *(sum(leaf.on_rank.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in trees)
-    )
+    return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
 
 
 def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:

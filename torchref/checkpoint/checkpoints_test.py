@@ -1,7 +1,6 @@
 """Checkpoints of any strategy on any number of ranks: what they restore, and what is left when something fails."""
 
 import functools
-import json
 import os
 import resource
 import shutil
@@ -178,7 +177,7 @@ def test_the_file_is_one_of_torch_and_holds_whole_tensors(saved):
     tensors = torch.load(saved / str(SAVED_AT) / "state.pt", weights_only=True)
     assert tensors["params.first.weight"].shape == tensors["state.exp_avg.first.weight"].shape == (7, 5)
     assert tensors["buffers.norm.running_mean"].shape == (7,) and tensors["state.step.scale"] == SAVED_AT
-    about = json.loads((saved / str(SAVED_AT) / "about.json").read_bytes())["about"]
+    about = Checkpoints(saved).about(SAVED_AT)
     assert (about["strategy"], about["num_ranks"], about["step"]) == ("zero1", 2, SAVED_AT)
     assert about["data_position"] == {"examples": 36}
 
