@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxddp
 from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.communication.collectives import broadcast, reduce, send_recv
 from jaxddp.comparison_test import refusal
-from jaxddp.flax import from_nnx
 
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
 
@@ -41,7 +39,6 @@ OPTIONS = (
 ).split()
 # Functions of one argument.
 FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
-    "model": lambda value: from_nnx(value, loss_fn),
     "params": lambda value: trainer().init(value),
     **{f"{one} of a state": of_state(one, BATCH) for one in ("step", "evaluate", "compile", "plan", "planned")},
     **{f"{one} of a state": of_state(one) for one in ("params", "layout", "programs")},
@@ -65,19 +62,12 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
     "measured": jaxddp.network.measured,
-    "axis of data_mesh": lambda value: jaxddp.data_mesh(2, axis=value),
     "plan of sync_gradients": lambda value: jaxddp.sync_gradients(PARAMS, value, "data"),
     "plan of a batch": lambda value: trainer().plan(trainer().init(PARAMS), value),
     "a mesh of a target": jaxddp.targets.target_of,
-    "atol":
-        lambda value: jaxddp.parity.check(loss_fn, optax.sgd(0.1), PARAMS, [BATCH] * 2, atol=value),
-    "loss of from_nnx": lambda value: from_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), value),
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),
     "process_id": lambda value: jaxddp.start_process("127.0.0.1:1", 1, value),
-    "warn": lambda value: Checkpoints("here", warn=value),
-    "trainer of a save": lambda value: Checkpoints("here").save(value, trainer().init(PARAMS)),
     "state of a save": lambda value: Checkpoints("here").save(trainer(), value),
-    "trainer of a restore": lambda value: Checkpoints("here").restore(value, PARAMS),
 }  # fmt: skip
 
 

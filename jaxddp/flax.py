@@ -16,8 +16,6 @@ import jax
 from flax import nnx
 from flax.core import unfreeze
 
-from .arguments import check_flag, check_function, check_kind
-
 
 def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
     """Takes an NNX model apart.
@@ -32,9 +30,6 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all but parameters and random streams.
     """
-    check_kind("model", model, nnx.Module, "an nnx.Module")
-    check_function("loss", loss)
-    check_flag(has_aux=has_aux)
     # A model that is trained later changes its variables in place. The types of split know three parts at most.
     parts: Any = nnx.split(nnx.clone(model), nnx.Param, nnx.RngState, ...)
     graph, params, streams, model_state = parts
@@ -79,14 +74,6 @@ def from_linen(
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all collections but ``params``.
     """
-    check_function("module.apply", getattr(module, "apply", None), "that of a flax.linen.Module")
-    check_kind("variables", variables, Mapping, "a mapping of collections, as module.init gives it")
-    check_function("loss", loss)
-    check_flag(has_aux=has_aux)
-    if isinstance(rngs, str) or not isinstance(rngs, Sequence) or not all(isinstance(name, str) for name in rngs):
-        raise ValueError(f"rngs (={rngs!r}) must be names of random streams")
-    if "params" not in variables:
-        raise ValueError(f"variables (={sorted(variables)}) must be those of module.init, with 'params'")
     variables = unfreeze(dict(variables))  # of a FrozenDict too: modules return dictionaries
     others = {name: collection for name, collection in variables.items() if name != "params"}
 

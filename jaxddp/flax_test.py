@@ -159,8 +159,3 @@ def test_a_model_that_is_trained_afterwards_leaves_the_parameters_as_they_were()
     assert np.array_equal(model.kernel[...], kernel - 1)
     (found,) = (leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
     assert np.array_equal(found, kernel)
-
-
-def test_variables_without_params_are_refused():
-    found = refusal(from_linen, LinenNet(0.0), {"kernel": 0}, linen_loss)
-    assert found == "variables (=['kernel']) must be those of module.init, with 'params'"

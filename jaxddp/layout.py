@@ -4,6 +4,7 @@ A leaf that is cut along a dimension is an ordinary array of its own shape. One 
 the ranks divide none of its dimensions, is laid out rank by rank and, where other axes split it, block by block.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -32,9 +33,11 @@ class Leaf:
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of a block."""
-        return tuple(
-            size // count for size, count in zip(self.shape, self.counts or (1,) * len(self.shape), strict=True)
-        )
+        return tuple(size // count for size, count in zip(self.shape, self._counts, strict=True))
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.counts or (1,) * len(self.shape)
 
     @property
     def is_padded(self) -> bool:
@@ -76,9 +79,8 @@ class Leaf:
 
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""
-        ndim = len(self.held.shape)
-        both = ((*self.rank_spec(axis), *(None,) * ndim)[:ndim], (*self.shard_spec, *(None,) * ndim)[:ndim])
-        dims = [tuple(jax.tree.leaves((ranks, others))) or None for ranks, others in zip(*both, strict=True)]
+        specs = itertools.zip_longest(self.rank_spec(axis), self.shard_spec)
+        dims = [tuple(jax.tree.leaves(axes)) or None for axes in specs]
         while dims and dims[-1] is None:
             dims.pop()
         return NamedSharding(mesh, PartitionSpec(*(dim[0] if dim and len(dim) == 1 else dim for dim in dims)))
@@ -88,12 +90,10 @@ class Leaf:
         if not self.is_padded:
             return tensor
         assert self.cut is not None
-        if not self.counts:
-            return self.cut.to_rows(tensor).reshape(self.cut.global_shape)
         numpy = np if isinstance(tensor, np.ndarray) else jnp
-        dims, apart = len(self.counts), [size for pair in zip(self.counts, self.block, strict=True) for size in pair]
-        order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2))
-        blocks = tensor.reshape(apart).transpose(order).reshape(-1, *self.block)
+        apart = [size for pair in zip(self._counts, self.block, strict=True) for size in pair]
+        order = (*range(0, len(apart), 2), *range(1, len(apart), 2))
+        blocks = tensor.reshape(apart).transpose(order).reshape(math.prod(self.counts), *self.block)
         return numpy.stack([self.cut.to_rows(one) for one in blocks], axis=1).reshape(self.held.shape)
 
     def from_global(self, array: Any) -> Any:
@@ -101,14 +101,12 @@ class Leaf:
         if not self.is_padded:
             return array
         assert self.cut is not None
-        if not self.counts:
-            return self.cut.from_rows(array)
         numpy = np if isinstance(array, np.ndarray) else jnp
-        dims = len(self.counts)
+        dims = len(self.shape)
         rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)
         blocks = numpy.stack([self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])])
         order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
-        return blocks.reshape(*self.counts, *self.block).transpose(order).reshape(self.shape)
+        return blocks.reshape(self._counts + self.block).transpose(order).reshape(self.shape)
 
 
 def whole(tree: Any) -> Any:

@@ -1,14 +1,12 @@
-"""Which JAX plugins are installed, and which of them JAX should start.
+"""Which JAX plugins are installed, and whether JAX should start them.
 
 The compilers of the extra ``targets`` are JAX's plugins for GPUs and TPUs as well, so JAX would look for devices that
-are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts. Beside JAX's own plugin for
-CUDA 13, the extra's for CUDA 12 is a second one for the same platform, and JAX would take either.
+are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,31 +27,20 @@ def import_jax() -> None:
             stack.callback(os.dup2, standard_error, 2)
             os.dup2(stack.enter_context(open(os.devnull, "w")).fileno(), 2)
         import_module("jax")
-        # The compilers for targets load them in processes of their own.
-        disable_plugins(superseded_plugins() if has_device_files() else cuda_plugins())
+        if not has_device_files():
+            for name in cuda_plugins():  # the compilers for targets load them in processes of their own
+                import_module(f"jax_plugins.{name}").initialize = lambda: None  # type: ignore[attr-defined]
 
 
 def devices() -> list[Any]:
     """Starts JAX, on the CPU where no platforms are named and no installed plugin has a device; lists its devices."""
     import jax
 
-    disable_plugins(superseded_plugins())
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     # How to recognise the devices of other plugins is not known here.
     if not platforms and not has_device_files() and set(_plugins()) <= set(cuda_plugins()):
         jax.config.update("jax_platforms", "cpu")
     return jax.devices()
-
-
-def superseded_plugins() -> list[str]:
-    """Lists the CUDA plugins that a newer one replaces: the one for CUDA 12 beside one for CUDA 13."""
-    return cuda_plugins()[:-1]
-
-
-def disable_plugins(names: Iterable[str]) -> None:
-    """Keeps JAX from loading plugins; call it before JAX starts."""
-    for name in names:
-        import_module(f"jax_plugins.{name}").initialize = lambda: None  # type: ignore[attr-defined]
 
 
 def cuda_plugins() -> list[str]:

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-from jaxddp import plugins
-
 # A machine without accelerators, whatever this one has.
 WITHOUT_DEVICES = "from jaxddp import plugins\nplugins._DEVICE_FILES = ()\n"
 
@@ -47,11 +45,6 @@ def test_device_files_and_unknown_plugins_leave_the_choice_to_jax():
     assert run(with_file + start).stdout == "None\n"
     with_plugin = WITHOUT_DEVICES + "plugins._plugins = lambda: ['xla_other']\n"
     assert run(with_plugin + start).stdout == "None\n"
-
-
-def test_of_two_plugins_for_cuda_the_newer_counts(monkeypatch):
-    monkeypatch.setattr(plugins, "_plugins", lambda: ["xla_cuda13", "other", "xla_cuda12"])
-    assert plugins.superseded_plugins() == ["xla_cuda12"]
 
 
 def test_a_command_without_accelerators_prints_nothing_is_printed():

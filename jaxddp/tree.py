@@ -79,8 +79,7 @@ def _statistics(params: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
         if isinstance(node, kinds):
-            rests = [rest for rest, _ in jax.tree_util.tree_leaves_with_path(node)]
-            found |= {path_name((*path, *rest)): f"a {type(node).__name__} of Flax NNX's" for rest in rests}
+            found[path_name(path)] = f"a {type(node).__name__} of Flax NNX's"
         elif "batch_stats" in re.split(r"\W+", path_name(path))[:-1]:  # also of a flattened dictionary
             found[path_name(path)] = "a statistic of Flax Linen's"
     return found
@@ -88,13 +87,9 @@ def _statistics(params: Any) -> dict[str, str]:
 
 def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:
     """Splits a tree in two of the same structure, with None where a leaf belongs to the other."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    chosen, others = [], []
-    for path, leaf in paths:
-        is_chosen = trainable is None or trainable(path_name(path))
-        chosen.append(leaf if is_chosen else None)
-        others.append(None if is_chosen else leaf)
-    return jax.tree.unflatten(structure, chosen), jax.tree.unflatten(structure, others)
+    is_chosen = jax.tree.map_with_path(lambda path, _: trainable is None or bool(trainable(path_name(path))), params)
+    chosen = jax.tree.map(lambda leaf, is_chosen: leaf if is_chosen else None, params, is_chosen)
+    return chosen, jax.tree.map(lambda leaf, is_chosen: None if is_chosen else leaf, params, is_chosen)
 
 
 def merge(trainable: Any, frozen: Any) -> Any:

@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments import check_kind
 from ..training.agreement import gather_texts
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state
 from ..tree import like, named_leaves
-from .folder import CheckpointFolder, as_json, refuse_nonfinite
+from .folder import CheckpointFolder, refuse_nonfinite
 from .host_state import is_key, places_of, to_host, to_ranks
-from .weights import read_arrays
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
@@ -49,11 +47,10 @@ class Checkpoints(CheckpointFolder):
         Raises:
             ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
             FloatingPointError: If parameters, or arrays of the optimizer state, are not finite.
-            OSError: If it cannot be written; older checkpoints stay.
+            OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
-        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         check_state(state)
-        data_position, step = as_json(data_position), int(state.step)
+        step = int(state.step)
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
         nonfinite = []
@@ -93,7 +90,6 @@ class Checkpoints(CheckpointFolder):
                 or of another version; a process cannot read what process 0 reads; or the mesh is a target's.
             OSError: If it cannot be read.
         """
-        check_kind("trainer", trainer, Trainer, "a jaxddp.Trainer")
         trainer._check_devices("restore", "abstract_state")
         about = self._agree(step)
         self._check_fits(about, {"params": params})  # first, so that the trainer never sees another model
@@ -109,28 +105,25 @@ class Checkpoints(CheckpointFolder):
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate; as ``restore``.
 
         Returns:
-            A tree like ``params`` of NumPy arrays, and JAX's PRNG keys; with a ``model_state`` that and one like it.
+            A tree like ``params`` of NumPy arrays; with a ``model_state`` that and one like it.
         """
         about = self._agree(step)
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
         self._check_fits(about, tree, is_whole=False)
         leaves = named_leaves(tree)
-        arrays = self._read(about, leaves)
-        found = {
-            name: jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=leaf.dtype) if is_key(leaf)
-            else arrays[name].astype(leaf.dtype)
-            for name, leaf in leaves.items()
-        }  # fmt: skip
-        restored = like(tree, found)
+        restored = like(tree, {name: one.astype(leaves[name].dtype) for name, one in self._read(about, leaves).items()})
         return restored["params"] if model_state is None else (restored["params"], restored["model_state"])
 
     def _read(self, about: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Reads arrays of a sound checkpoint, by name; a key's are its words."""
-        path = self._path(about["step"]) / _FILE
-        arrays = self._together(lambda: read_arrays(path, leaves), each=True)
+
+        def read() -> dict[str, np.ndarray]:
+            with np.load(self._path(about["step"]) / _FILE) as archive:
+                return {name: archive[name] for name in leaves}
+
         return {
             name: array if is_key(leaves[name]) else array.view(jnp.dtype(about["leaves"][name]["dtype"]))
-            for name, array in arrays.items()
+            for name, array in self._together(read, each=True).items()
         }
 
     def _check_fits(self, about: dict[str, Any], wanted: Mapping[str, Any], is_whole: bool = True) -> None:

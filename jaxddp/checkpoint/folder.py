@@ -15,9 +15,7 @@ Both packages use this file; no framework is imported.
 
 import abc
 import contextlib
-import errno
 import fcntl
-import itertools
 import json
 import os
 import shutil
@@ -29,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from ..arguments import check_function, check_integer
+from ..arguments import check_integer
 
 T = TypeVar("T")
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
@@ -56,11 +54,8 @@ class CheckpointFolder(abc.ABC):
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
-        check_function("warn", warn, "a function of a line")
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory (={str(self.directory)!r}) must be a folder, it is a file")
         self.directory.mkdir(parents=True, exist_ok=True)
         self._damaged: set[int] = set()
         self._writer: Any = None  # the locked file
@@ -94,14 +89,23 @@ class CheckpointFolder(abc.ABC):
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
         return self._together(lambda: max(self.steps(), default=None))
 
-    def about(self, step: int | None = None) -> dict[str, Any]:
-        """Describes a checkpoint, the newest that can be read if None, without its arrays; needs no other process.
+    def about(self, step: int) -> dict[str, Any]:
+        """Describes a checkpoint without reading its arrays; needs no other process.
 
         It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
 
         Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
-        return self._choose(step, with_files=False)
+        if step not in (steps := self.steps()):
+            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
+        if (about := _read_about(self._path(step))) is None:
+            raise self._damage(step)
+        if (about["format"], about["package"]) != (self.format, self.package):
+            written = f"format {about['format']} of {about['package']}"
+            raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
+        if about["step"] != step:
+            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
+        return about
 
     @property
     @abc.abstractmethod
@@ -163,13 +167,10 @@ class CheckpointFolder(abc.ABC):
         """Makes way for a save, in process 0."""
         self._lock()
         for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
-            damaged.rename(next(name for name in names if not os.path.lexists(name)))
+            damaged.rename(f"{damaged}.damaged")
         if step <= (newest := max(self.steps(), default=-1)):
             said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
-        if os.path.lexists(path := self._path(step)):
-            raise ValueError(f"{str(path)!r} is no checkpoint: save into another folder, or rename it")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Writes a checkpoint that ``about`` describes, then removes the oldest; in process 0.
@@ -205,23 +206,23 @@ class CheckpointFolder(abc.ABC):
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._together(lambda: self._choose(step, with_files=True))
+        first = self._together(lambda: self._choose(step))
 
         def read() -> dict[str, Any]:
-            if self._place[0] and self._about(first["step"]) != first:
+            if self._place[0] and self._about_sound(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
             return first
 
         return self._together(read, each=True)
 
-    def _choose(self, step: int | None, with_files: bool) -> dict[str, Any]:
+    def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
-            return self._about(step, with_files)
+            return self._about_sound(step)
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()):
             try:
-                found = self._about(one, with_files)
+                found = self._about_sound(one)
             except DamagedError as error:
                 damaged[one] = error
                 continue
@@ -231,24 +232,17 @@ class CheckpointFolder(abc.ABC):
             return found
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
-    def _about(self, step: int, with_files: bool = True) -> dict[str, Any]:
-        """Describes a checkpoint, whose files, if asked for, are what was written."""
-        if step not in (steps := self.steps()):
-            raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
-        damage = DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
-        if (about := _read_about(self._path(step))) is None:
-            raise damage
-        if (about["format"], about["package"]) != (self.format, self.package):
-            written = f"format {about['format']} of {about['package']}"
-            raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
-        if about["step"] != step:
-            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
-        for name, (num_bytes, checksum) in about["files"].items() if with_files else ():
+    def _about_sound(self, step: int) -> dict[str, Any]:
+        """Describes a checkpoint whose files are what was written."""
+        about = self.about(step)
+        for name, (num_bytes, checksum) in about["files"].items():
             path = self._path(step) / name
-            is_file = path.is_file()  # not a pipe, which could be read for ever
-            if not is_file or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise damage
+            if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                raise self._damage(step)
         return about
+
+    def _damage(self, step: int) -> DamagedError:
+        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
@@ -268,26 +262,12 @@ def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
         raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
 
 
-def as_json(data_position: Any) -> Any:
-    """Gives a position in the data as JSON gives it back; raises a ValueError if it is none."""
-    try:
-        return json.loads(json.dumps(data_position))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"data_position (={data_position!r}) must be JSON: {error}") from error
-
-
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:
     """What this program wrote about a checkpoint; None if it is damaged, or not this program's. Raises OSErrors."""
-    path = checkpoint / "about.json"
     try:
-        # Neither a pipe, nor a file of the system without an end.
-        written = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size else {}
+        written = json.loads((checkpoint / "about.json").read_bytes())
         return written["about"] if written["crc32"] == _checksum(written["about"]) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    except OSError as error:
-        if error.errno != errno.EIO:  # rights and the like are no damage
-            raise
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

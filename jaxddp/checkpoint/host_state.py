@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..layout import Leaf, whole
 from ..strategy import Masters
@@ -33,11 +32,10 @@ def places_of(trainer: Trainer, state: TrainState) -> TrainState:
 
 def to_host(trainer: Trainer, state: TrainState) -> Iterator[tuple[str, np.ndarray]]:
     """Copies a state to every host, and yields name and full array leaf by leaf; they share no memory."""
-    replicated = NamedSharding(trainer.mesh, PartitionSpec())
     places = named_leaves(places_of(trainer, state))
     opt_state = _inner(state.opt_state)
     if (owners := trainer.layout(state).owners) is not None:
-        opt_state = owners.on_host(opt_state, partial(_rows, owners.num_ranks, replicated))
+        opt_state = owners.on_host(opt_state, partial(_rows, owners.num_ranks))
     for name, leaf in named_leaves(state._replace(params=trainer.masters(state)[0], opt_state=opt_state)).items():
         yield name, _to_host(leaf, places[name])
 
@@ -87,21 +85,17 @@ def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
     return np.array(where.from_global(held), order="C")
 
 
-def _rows(num_ranks: int, replicated: NamedSharding, buffer: jax.Array) -> np.ndarray:
+def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:
     """Copies a buffer of owned state to the host; between processes in pieces, which fit every device."""
     if buffer.is_fully_addressable:
         return np.asarray(buffer)
     width = buffer.size // num_ranks
     piece = min(width, max(1, PIECE_BYTES // (num_ranks * buffer.dtype.itemsize)))
-
-    @partial(jax.jit, out_shardings=replicated)
-    def columns(buffer: jax.Array, start: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(buffer.reshape(num_ranks, width), start, piece, 1)
-
     rows = np.empty((num_ranks, width), buffer.dtype)
     for start in range(0, width, piece):
         first = min(start, width - piece)
-        rows[:, first : first + piece] = columns(buffer, first)
+        columns = jax.lax.dynamic_slice_in_dim(buffer.reshape(num_ranks, width), first, piece, 1)
+        rows[:, first : first + piece] = multihost_utils.process_allgather(columns, tiled=True)
     return rows
 
 

@@ -10,9 +10,8 @@ dots; the last part decides the name and the layout:
     scale      [features]                      weight  [features]               LayerNorm, RMSNorm, GroupNorm
     anything else                              the same name and layout         bias, custom parameters
 
-``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts that shapes cannot tell apart from
-these: they are not supported. A parameter that PyTorch lists twice has one name here. Values are copied bit for bit,
-never cast; bfloat16 is that of ``ml_dtypes``.
+``ConvTranspose``, ``LinearGeneral`` and ``MultiHeadAttention`` have other layouts and are not supported. A parameter
+that PyTorch lists twice has one name here. Values are copied bit for bit; bfloat16 is that of ``ml_dtypes``.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
-from ..arguments import check_kind
-from ..tree import path_name
+from ..tree import named_leaves
 
 Params = Any
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
@@ -35,17 +32,15 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Gives fresh, writable, C-contiguous arrays in the order of ``params``, such as ``nnx.state(module, nnx.Param)``.
-    Raises a ValueError if two leaves map to one name, or a leaf is not a parameter or has no rule.
+    Raises a ValueError if two leaves map to one name.
 
     Example:
         >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
         >>> {name: array.shape for name, array in arrays.items()}
         {'head.weight': (5, 3)}
     """
-    leaves = _named_leaves(params)
-    if abstract := [name for name, (_, leaf) in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
-        raise ValueError(f"every leaf must have values, not a shape alone: {', '.join(map(repr, abstract))}")
-    return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves.items()}
+    leaves = _named_leaves(params).items()
+    return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves}
 
 
 def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
@@ -61,7 +56,6 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
     """
-    check_kind("arrays", arrays, Mapping, "a mapping of arrays by name")
     leaves = _named_leaves(like)
     given = {name: _as_numpy(array) for name, array in arrays.items()}
     wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
@@ -87,43 +81,14 @@ def torch_names(params: Params) -> list[str]:
 
 def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
-    if isinstance(params, nnx.Module):
-        raise ValueError(f"{type(params).__name__} is a module: pass nnx.state(module, nnx.Param)")
-    nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    variables = {path_name(keys): node for keys, node in nodes if isinstance(node, nnx.Variable)}
-    others = {name: node for name, node in variables.items() if not isinstance(node, nnx.Param)}
-    faults = [f"{name!r} is a {type(node).__name__}, not a Param" for name, node in others.items()]
-    listed = [(path_name(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(params)]
-    num_dims = {path: len(getattr(leaf, "shape", ())) for path, leaf in listed}
-    paths: dict[str, str] = {}
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
-    for path, leaf in listed:
-        last, count = path.rpartition(".")[2], num_dims[path]
+    for path, leaf in named_leaves(params).items():
+        last, dims = path.rpartition(".")[2], tuple(range(len(leaf.shape)))
         name = path.removesuffix(last) + _RENAMED.get(last, last)
-        if not name:
-            faults.append("a leaf without a name")
-        elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            faults.append(f"{path!r} is a {type(leaf).__name__}, not an array")
-        elif last == "kernel" and not 2 <= count <= 5:
-            faults.append(f"{path!r} has {count} dims, not 2 to 5")
-        elif last == "kernel" and _is_attention(path.removesuffix("kernel"), num_dims):
-            faults.append(f"{path!r} is no convolution but attention or LinearGeneral, by its bias or siblings")
-        elif name in leaves:
-            faults.append(f"{paths[name]!r} and {path!r} both map to {name!r}")
-        dims = tuple(range(count))
-        paths.setdefault(name, path)
-        leaves.setdefault(name, ((*dims[:-3:-1], *dims[:-2]) if last == "kernel" else dims, leaf))
-    if faults:
-        raise ValueError(f"every leaf must be a parameter with a state_dict name of its own: {'; '.join(faults)}")
+        if name in leaves:
+            raise ValueError(f"{path!r} and another leaf have the name {name!r} in PyTorch")
+        leaves[name] = (*dims[:-3:-1], *dims[:-2]) if last == "kernel" else dims, leaf
     return leaves
-
-
-def _is_attention(module: str, num_dims: Mapping[str, int]) -> bool:
-    """Whether a kernel of more than two dimensions has what a convolution has not; ``module`` ends with a dot."""
-    own = module[:-1].rpartition(".")[2]
-    siblings = [f"{module.removesuffix(f'{own}.')}{name}.kernel" for name in ("query", "key", "value")]
-    is_projection = own in ("query", "key", "value", "out") and all(one in num_dims for one in siblings)
-    return num_dims[f"{module}kernel"] > 2 and (num_dims.get(f"{module}bias", 1) > 1 or is_projection)
 
 
 def _as_numpy(array: Any) -> np.ndarray:

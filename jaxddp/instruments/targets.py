@@ -28,7 +28,7 @@ from ..communication.buckets import BucketPlan
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
-from ..plugins import cuda_plugins, devices, superseded_plugins
+from ..plugins import cuda_plugins, devices
 from ..training.programs import register_compiler
 from ..training.train import Trainer, TrainState
 
@@ -146,7 +146,6 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
     topology, environment = _topology(target)
     request = {
-        "disabled_plugins": superseded_plugins(),
         "topology": topology,
         "exported": exported.serialize(),
         "axis_names": mesh.axis_names,

@@ -1,20 +1,20 @@
 """Models by name, each as a loss function and its parameters: nested dictionaries of arrays, named as the modules are.
 
-``layer`` marks the units that ``zero3`` gathers one at a time: embedding, every block, and the head with its norm.
+A toy is one unit of ``zero3``; a transformer marks its own (``transformer.py``).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..arguments import check_function, check_integer
 from ..sizes import SIZES, TransformerConfig
 from ..zero import layer
 from .toy import FrozenToy, TiedToy, ToyMLP, UnusedToy
-from .transformer import Transformer, rotary_tables
+from .transformer import Transformer
 
 _TOYS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "toy": lambda rngs: ToyMLP(10, 16, 5, rngs=rngs),
@@ -26,11 +26,6 @@ _TOYS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
 Params = Any
 Batch = dict[str, jax.Array]
 Loss = Callable[[Params, Batch], jax.Array]
-
-
-def mean_squared_error(output: jax.Array, target: jax.Array) -> jax.Array:
-    """Mean over every element of the squared difference."""
-    return jnp.mean((output - target) ** 2)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -48,16 +43,13 @@ def loss_fn(model: Callable[[jax.Array], jax.Array], batch: Batch) -> jax.Array:
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
-    return mean_squared_error(model(batch["x"]), batch["y"])
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def build(
-    name_or_config: str | TransformerConfig, seed: int = 0, *, layer: Callable[[Callable], Callable] = layer
-) -> tuple[Loss, Params]:
+def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss, Params]:
     """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters in float32.
 
     ``name_or_config`` is ``toy``, ``toy_tied``, ``toy_frozen``, ``toy_unused``, a name in ``SIZES``, or sizes.
-    ``layer`` wraps each ``unit(unit_params, *args)`` of the model; a toy is one unit.
 
     Example:
         >>> loss_fn, params = build("tiny")
@@ -65,18 +57,13 @@ def build(
         >>> loss_fn(params, {"tokens": tokens, "targets": tokens}).shape
         ()
     """
-    make = _constructor(name_or_config)
-    check_integer("seed", seed, 0)
-    check_function("layer", layer)
-    return _functional(make(nnx.Rngs(seed)), layer)
+    return _functional(_constructor(name_or_config)(nnx.Rngs(seed)))
 
 
-def abstract(
-    name_or_config: str | TransformerConfig, *, layer: Callable[[Callable], Callable] = layer
-) -> tuple[Loss, Params]:
+def abstract(name_or_config: str | TransformerConfig) -> tuple[Loss, Params]:
     """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated."""
     make = _constructor(name_or_config)
-    return _functional(nnx.eval_shape(lambda: make(nnx.Rngs(0))), layer)
+    return _functional(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
 def _constructor(name_or_config: str | TransformerConfig) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -88,27 +75,17 @@ def _constructor(name_or_config: str | TransformerConfig) -> Callable[[nnx.Rngs]
     return lambda rngs: Transformer(config, rngs=rngs)
 
 
-def _functional(model: nnx.Module, layer: Callable[[Callable], Callable]) -> tuple[Loss, Params]:
+def _functional(model: nnx.Module) -> tuple[Loss, Params]:
     """Splits a module into a function of its parameters and those parameters."""
     graph, state = nnx.split(model, nnx.Param)
-    params = nnx.to_pure_dict(state)
-    if not isinstance(model, Transformer):
-        whole = layer(lambda params, x: nnx.merge(graph, params)(x))
-        return lambda params, batch: loss_fn(lambda x: whole(params, x), batch), params
 
-    config = model.config
-    parts: Any = model.embedding, model.layers[0], model.norm, model.head
-    embedding_graph, block_graph, norm_graph, head_graph = [nnx.split(part, nnx.Param)[0] for part in parts]
+    def loss_of_params(params: Params, batch: Batch) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return loss_fn(model if isinstance(model, Transformer) else partial(_toy_unit, model), batch)
 
-    def logits_fn(params: Params, tokens: jax.Array) -> jax.Array:
-        config.check_length(tokens.shape[1])
-        embed = layer(lambda unit, tokens: nnx.merge(embedding_graph, unit)(tokens))
-        x = embed(params["embedding"], tokens)
-        tables = rotary_tables(tokens.shape[1], config.head_size, x.dtype)
-        block = layer(lambda unit, x: nnx.merge(block_graph, unit)(x, tables))
-        for index in range(config.num_layers):
-            x = block(params["layers"][index], x)
-        head = layer(lambda unit, x: nnx.merge(head_graph, unit["head"])(nnx.merge(norm_graph, unit["norm"])(x)))
-        return head({"norm": params["norm"], "head": params["head"]}, x)
+    return loss_of_params, nnx.to_pure_dict(state)
 
-    return lambda params, batch: loss_fn(lambda tokens: logits_fn(params, tokens), batch), params
+
+@layer
+def _toy_unit(model: Any, x: jax.Array) -> jax.Array:
+    return model(x)

@@ -2,10 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxddp.comparison_test import refusal
-from jaxddp.models import SIZES, Transformer, abstract, build, cross_entropy, loss_fn
+from jaxddp.models import abstract, build, cross_entropy
 
 TOYS = ["toy", "toy_tied", "toy_frozen", "toy_unused"]
 
@@ -25,14 +24,6 @@ def test_cross_entropy_equals_numpy_and_is_stable():
             got = cross_entropy(jnp.asarray(logits + shift), jnp.asarray(targets))
             # Adding 1e4 rounds a float64 logit by 1e-12.
             assert abs(float(got) - expected) < (1e-11 if shift else 1e-14)
-
-
-def test_the_functional_transformer_is_the_module():
-    loss, params = build("tiny", seed=3)
-    graph, state = nnx.split(Transformer(SIZES["tiny"], rngs=nnx.Rngs(3)))
-    batch = tokens_batch()
-    expected = jax.jit(lambda params, batch: loss_fn(nnx.merge(graph, params), batch))(state, batch)
-    assert float(jax.jit(loss)(params, batch)) == float(expected)
 
 
 def test_seed_decides_the_parameters():

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from ..sizes import TransformerConfig
+from ..zero import layer
 
 # One distribution for every matrix of both packages: N(0, 1 / fan_in), and N(0, 1 / width) for the embedding.
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -110,7 +111,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The whole language model."""
+    """The whole language model; ``zero3`` gathers embedding, each block, and the head with its norm one at a time."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -124,8 +125,9 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``."""
         self.config.check_length(tokens.shape[1])
-        x = self.embedding(tokens)
+        x = layer(lambda embedding, tokens: embedding(tokens))(self.embedding, tokens)
         tables = rotary_tables(tokens.shape[1], self.config.head_size, x.dtype)
-        for layer in self.layers:
-            x = layer(x, tables)
-        return self.head(self.norm(x))
+        run_block = layer(lambda block, x: block(x, tables))
+        for block in self.layers:
+            x = run_block(block, x)
+        return layer(lambda head, norm, x: head(norm(x)))(self.head, self.norm, x)

@@ -7,19 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arguments import is_number
 from ..checkpoint.host_state import is_key
 
 
 def wide_enough(dtype: Any) -> AbstractContextManager[Any]:
     """Lets JAX compute in float64 where that is the dtype."""
     return jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64)
-
-
-def check_atol(atol: Any) -> None:
-    """Refuses what is no tolerance."""
-    if not is_number(atol) or not atol >= 0:
-        raise ValueError(f"atol (={atol!r}) must be a number, 0 or more")
 
 
 def cast(tree: Any, dtype: Any) -> Any:

@@ -12,9 +12,10 @@ the same name, Linen's or NNX's, and with what is marked:
 """
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
@@ -23,10 +24,9 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 
-from ..arguments import check_function, check_kind
 from ..table import table
-from ..tree import is_floating
 from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
@@ -106,28 +106,22 @@ def first_difference(
 
     Raises a ValueError if no module has a counterpart.
     """
-    check_function("loss_fn", loss_fn)
-    check_function("torch_loss", torch_loss)
-    check_kind("names", names or {}, Mapping, "a mapping of PyTorch's names to JAX's")
-    if not is_floating(dtype):
-        raise ValueError(f"dtype (={dtype!r}) must be a floating dtype")
 
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
 
-    apart: list[dict[tuple[str, bool], float]] = []
+    apart: dict[tuple[str, bool], list[float]] = {}
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
-        mine = {key: ours.get((in_jax(key[0]), key[1])) for key in theirs}
-        for key, found in mine.items():
-            if found is not None and found.ndim == 4 and found.shape != theirs[key].shape:
-                mine[key] = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-        apart.append({key: difference(one, theirs[key], 0.0) for key, one in mine.items() if one is not None})
-    exact, rounded = apart
+        for (name, is_backward), right in theirs.items():
+            if (found := ours.get((in_jax(name), is_backward))) is not None:
+                if found.ndim == 4 and found.shape != right.shape:
+                    found = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
+                apart.setdefault((name, is_backward), []).append(difference(found, right, 0.0))
     limit = _ROUNDED * float(jnp.finfo(dtype).eps)
     compared = tuple(
-        Compared(key[0], kinds[key[0]], key[1], apart, rounded[key], not (apart <= _EXACT and rounded[key] <= limit))
-        for key, apart in exact.items()
+        Compared(name, kinds[name], is_backward, exact, rounded, not (exact <= _EXACT and rounded <= limit))
+        for (name, is_backward), (exact, rounded) in apart.items()
     )
     matched = {in_jax(one.name) for one in compared}
     only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
@@ -157,12 +151,12 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
                 values[name] = value + zeros.get(name, 0)
                 return values[name]
 
-            def call() -> jax.Array:
-                _record.set(record)
-                with _marked_linen(), _marked_nnx():
-                    return loss_fn(params, batch)
-
-            return copy_context().run(call), values
+            token = _record.set(record)
+            try:
+                with linen.intercept_methods(_mark_linen), _marked_nnx():
+                    return loss_fn(params, batch), values
+            finally:
+                _record.reset(token)
 
         zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
         grads, values = jax.grad(recorded, has_aux=True)(zeros)
@@ -170,23 +164,16 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
         return {key: np.asarray(one, np.float64) for key, one in named}
 
 
-def _marked_linen() -> contextlib.AbstractContextManager[None]:
+def _mark_linen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Marks what Linen modules return, by their paths."""
-    import flax.linen as nn
-
-    def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        result = call(*args, **kwargs)
-        is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
-        return mark(".".join(context.module.path), result) if is_output else result
-
-    return nn.intercept_methods(interceptor)
+    result = call(*args, **kwargs)
+    is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
+    return mark(".".join(context.module.path), result) if is_output else result
 
 
 @contextlib.contextmanager
 def _marked_nnx() -> Iterator[None]:
     """Marks what NNX modules return, by where the outermost module that is called holds them."""
-    from flax import nnx
-
     names: dict[int, str] = {}  # of modules, by id, while the outermost one is called
 
     def marked(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,8 +201,6 @@ def _subclasses(kind: type) -> set[type]:
 
 def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype: str) -> tuple[Values, dict[str, str]]:
     """What the modules give, and their classes by name."""
-    import copy
-
     import torch
 
     module = copy.deepcopy(module).to(getattr(torch, dtype))

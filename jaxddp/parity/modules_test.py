@@ -183,7 +183,3 @@ def test_a_module_that_returns_no_tensor_is_listed():
     theirs = lambda module, batch: (module(batch["x"])[0] ** 2).mean()  # noqa: E731
     found = first_difference(loss_fn, params, BATCH, module, theirs)
     assert found.first is None and found.only_in_torch == ("pair",)
-
-
-def test_a_dtype_that_is_none_is_refused():
-    assert "dtype" in refusal(compare, linen_loss, {}, dtype="int32")

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arguments import check_function, check_integer
+from ..arguments import check_integer
 from ..checkpoint.host_state import is_key
 from ..mesh import data_mesh
 from ..training.validation import check_batch
 from ..tree import named_leaves
-from .comparing import cast, check_atol, difference, has_unlike_copies, wide_enough
+from .comparing import cast, difference, has_unlike_copies, wide_enough
 
 
 class Parted(NamedTuple):
@@ -51,7 +51,6 @@ def check_step(
     *,
     num_ranks: int = 4,
     axis: str = "data",
-    state_specs: Any = None,
     atol: float = 1e-9,
     dtype: Any = jnp.float64,
 ) -> None:
@@ -59,12 +58,10 @@ def check_step(
 
     Args:
         make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays.
-        state: A tree of arrays and PRNG keys; kept.
+        state: A tree of arrays and PRNG keys; kept. Each rank is given all of it.
         batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
         num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
         axis: Name of the mesh axis.
-        state_specs: How the state lies over the ranks: a tree of ``PartitionSpec`` like it, or a prefix; all of it
-            on each if None.
         atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 needs
             more than 1e-9 only where gradients nearly vanish before a division.
         dtype: To which floats of state and batch are cast; theirs if None.
@@ -73,13 +70,10 @@ def check_step(
         StepParityError: If anything differs: with the likely cause of each.
         ValueError: If the batch cannot be split, there are too few devices, or the step gives nothing new.
     """
-    check_function("make_step", make_step, "a function of a mesh that gives the step")
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)
-    check_atol(atol)
     with wide_enough(dtype):
-        specs = PartitionSpec() if state_specs is None else state_specs
-        step = _Step(make_step, cast(state, dtype), cast(batch, dtype), num_ranks, axis, specs, atol)
+        step = _Step(make_step, cast(state, dtype), cast(batch, dtype), num_ranks, axis, atol)
         parted = list(step.parted())
     if parted:
         raise StepParityError(parted, num_ranks)
@@ -94,7 +88,6 @@ class _Step:
     batch: Any
     num_ranks: int
     axis: str
-    specs: Any  # of the state
     atol: float
 
     def parted(self) -> Iterator[Parted]:
@@ -128,14 +121,12 @@ class _Step:
         if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):
             return ""
         count = self.num_ranks
-        for factor, why in (
-            (count, f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it"),
-            (count**2, f"{count**2} times as large: as squares of something {count} times too large"),
-            (1 / count, f"1/{count} as large: it is a mean where the sum is meant, or divided twice"),
-        ):
-            if np.isclose(ratio, factor, rtol=1e-6):
-                return why
-        return ""
+        causes = {
+            count: f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it",
+            count**2: f"{count**2} times as large: as squares of something {count} times too large",
+            1 / count: f"1/{count} as large: it is a mean where the sum is meant, or divided twice",
+        }
+        return next((why for factor, why in causes.items() if np.isclose(ratio, factor, rtol=1e-6)), "")
 
     def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
         """Why a result may differ in another way than by a factor."""
@@ -165,12 +156,9 @@ class _Step:
         """What the step returns, by name; of all ranks and its own batch and state if not given."""
         mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
         batch, state = self.batch if batch is None else batch, self.state if state is None else state
-        specs = jax.tree.broadcast(self.specs, state, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        state = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
+        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
-        step = self.make_step(mesh)
-        check_function("make_step's result", step)
-        found = named_leaves(jax.block_until_ready(step(state, batch)))
+        found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
         return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
 

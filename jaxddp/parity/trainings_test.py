@@ -172,7 +172,7 @@ def test_refusals_are_recorded_or_raised():
     odd = [{name: leaf[:6] for name, leaf in batch.items()} for batch in BATCHES]
     for batches, options, value in [
         (odd, {}, "batch (=6 examples) must be divisible by "), (BATCHES, {"strategies": []}, "strategies"),
-        (BATCHES, {"num_ranks": [2], "atol": -1}, "-1"), (BATCHES[:1], {}, "batches (=1)"),
+        (BATCHES[:1], {}, "batches (=1)"),
     ]:  # fmt: skip
         assert value in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
 

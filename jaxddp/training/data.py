@@ -11,8 +11,6 @@ windows are held out. The others are permuted again in every epoch, and step ``s
     tokens, targets (int32)       [batch_size, context]      [batch_size / N, context]
     rows of the global batch      0 ... b - 1                r b / N ... (r + 1) b / N - 1
     ============================  =========================  ====================================
-
-NumPy only, and no communication: every rank selects its own rows.
 """
 
 import functools
@@ -26,8 +24,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arguments import check_integer, is_number
-
 Batch = dict[str, np.ndarray]
 
 _LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -35,14 +31,6 @@ _LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_
 
 class Corpus:
     """Real text, one token a byte: the vocabulary is 256.
-
-    Attributes:
-        context: Tokens per window.
-        source: What was read.
-        num_bytes: Length of the whole text, held-out part included.
-        crc32: Its checksum.
-        num_windows: Windows to train on: the examples of one epoch.
-        num_validation_windows: Windows held out.
 
     Example:
         >>> corpus = Corpus(context=64)  # the standard library's own sources
@@ -60,14 +48,11 @@ class Corpus:
             path: A file. When None, the Python standard library's sources, in an order that mixes its packages, so
                 that the held-out part resembles the rest.
             context: Tokens per window.
-            holdout: Fraction of the windows kept for validation, at least one of them unless it is 0.
+            holdout: Fraction of the windows kept for validation, at least one of them.
 
-        Raises:
-            ValueError: If there is no regular file at ``path`` or too little text, or a number is out of range.
+        Raises a ValueError if there is no regular file at ``path``, or too little text.
         """
-        self.context = check_integer("context", context)
-        if not is_number(holdout) or not 0 <= holdout < 1:
-            raise ValueError(f"holdout (={holdout!r}) must be at least 0 and below 1")
+        self.context = context
         if path is None:
             text, self.source = _standard_library()
         else:
@@ -79,8 +64,8 @@ class Corpus:
             raise ValueError(
                 f"text of {self.source} (={len(text)} bytes) must be longer than one context (={context} tokens)"
             )
-        self.num_bytes, self.crc32 = len(text), zlib.crc32(text)
-        self.num_validation_windows = min(max(round(num_windows * holdout), int(holdout > 0)), num_windows - 1)
+        self.num_bytes, self.crc32 = len(text), zlib.crc32(text)  # held-out part included
+        self.num_validation_windows = min(max(round(num_windows * holdout), 1), num_windows - 1)
         self.num_windows = num_windows - self.num_validation_windows
         self._text = np.frombuffer(text, dtype=np.uint8)
 
@@ -90,11 +75,12 @@ class Corpus:
         Returns:
             ``{"tokens": [batch_size / num_ranks, context], "targets": the same, one byte later}``.
 
-        Raises:
-            ValueError: If a number is out of range or the batch cannot be split.
+        Raises a ValueError if the batch cannot be split.
         """
-        rows = _rows(step, batch_size, seed, rank, num_ranks)
-        epochs, positions = np.divmod(np.arange(rows.start, rows.stop) + step * batch_size, self.num_windows)
+        if batch_size % num_ranks:
+            raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")
+        rows = np.arange(batch_size).reshape(num_ranks, -1)[rank] + step * batch_size
+        epochs, positions = np.divmod(rows, self.num_windows)
         pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
         return self._examples(np.array([_permutation(self.num_windows, seed, epoch)[at] for epoch, at in pairs]))
 
@@ -103,25 +89,13 @@ class Corpus:
 
         Each batch takes windows from all over the held-out part, so the first ``max_batches`` represent all of it.
         """
-        num_batches = self.num_validation_windows // check_integer("batch_size", batch_size)
+        num_batches = self.num_validation_windows // batch_size
         first_windows = range(self.num_windows, self.num_windows + num_batches)[:max_batches]
         return (self._examples(first + np.arange(batch_size) * num_batches) for first in first_windows)
 
     def _examples(self, windows: np.ndarray) -> Batch:
         bytes_of_window = self._text[windows[:, None] * self.context + np.arange(self.context + 1)].astype(np.int32)
         return {"tokens": bytes_of_window[:, :-1], "targets": bytes_of_window[:, 1:]}
-
-
-def _rows(step: int, batch_size: int, seed: int, rank: int, num_ranks: int) -> slice:
-    """Checks the arguments of ``batch`` and gives the rank's rows."""
-    for name, value, least in (("step", step, 0), ("seed", seed, 0), ("rank", rank, 0), ("num_ranks", num_ranks, 1)):
-        check_integer(name, value, least)
-    if not rank < num_ranks:
-        raise ValueError(f"rank (={rank}) must be below num_ranks (={num_ranks})")
-    if check_integer("batch_size", batch_size) % num_ranks:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")
-    rows_per_rank = batch_size // num_ranks
-    return slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
 
 
 @functools.lru_cache(maxsize=2)  # a batch may lie across the end of an epoch

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_integer
-from jaxddp.checkpoint.folder import CheckpointFolder, as_json, refuse_nonfinite
+from jaxddp.checkpoint.folder import CheckpointFolder, refuse_nonfinite
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from ..agreement import check_alike, gather_texts
@@ -51,22 +51,21 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If another job saves into the folder, it has a checkpoint of this or a later step, ranks differ,
-                the position is not JSON, or the optimizer's state is not that of the module's parameters.
+                or the optimizer's state is not that of the module's parameters.
             FloatingPointError: If a parameter or the optimizer's state is not finite, or a buffer holds NaN.
-            OSError: If it cannot be written; older checkpoints stay.
+            OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         step = check_integer("step", step, least=0)
-        position = self._together(lambda: as_json(data_position), each=True)
         held = self._together(lambda: RankState.of(trainer), each=True)
         if num_ranks() > 1:
-            check_alike({"step": step, "data_position": position})
+            check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
         begin_step(is_call=True)
         whole = held.gather()
         end_step()
         names = [name for name, strategy in STRATEGIES.items() if type(trainer.net) is strategy]
         strategy = names[0] if names else type(trainer.net).__name__
-        place = {"step": step, "strategy": strategy, "num_ranks": num_ranks(), "data_position": position}
+        place = {"step": step, "strategy": strategy, "num_ranks": num_ranks(), "data_position": data_position}
 
         def write() -> None:
             refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])

@@ -177,7 +177,7 @@ def test_the_file_is_one_of_torch_and_holds_whole_tensors(saved):
     tensors = torch.load(saved / str(SAVED_AT) / "state.pt", weights_only=True)
     assert tensors["params.first.weight"].shape == tensors["state.exp_avg.first.weight"].shape == (7, 5)
     assert tensors["buffers.norm.running_mean"].shape == (7,) and tensors["state.step.scale"] == SAVED_AT
-    about = Checkpoints(saved).about()
+    about = Checkpoints(saved).about(SAVED_AT)
     assert (about["strategy"], about["num_ranks"], about["step"]) == ("zero1", 2, SAVED_AT)
     assert about["data_position"] == {"examples": 36}
 

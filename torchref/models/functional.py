@@ -22,11 +22,6 @@ _TOYS: dict[str, Callable[[], nn.Module]] = {
 Batch = dict[str, torch.Tensor]
 
 
-def mean_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean of the squared difference over all elements."""
-    return F.mse_loss(output, target)
-
-
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats, of ``[..., vocab]`` and ids ``[...]``."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long())
@@ -39,7 +34,7 @@ def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torc
     """
     if "tokens" in batch:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
-    return mean_squared_error(model(batch["x"]), batch["y"])
+    return F.mse_loss(model(batch["x"]), batch["y"])
 
 
 def build(name_or_config: str | TransformerConfig, seed: int = 0) -> nn.Module:
