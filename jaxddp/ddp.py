@@ -25,7 +25,7 @@ References:
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
-from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype
+from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, register
 from .tree import like, split
 
 
@@ -64,16 +64,26 @@ def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[
 
 
 def mirrored(params: Any, state: Any) -> Any:
-    """Lays out an optimizer's state: what has a parameter's shape, and a path that ends in its path, lies like it."""
+    """Lays out an optimizer's state: what has the shape of a parameter, and a path that ends in its path, lies as it.
+
+    Of several it is that of a tree of parameters: ``0.mu.w`` is of ``w``, not ``mu.w``, if ``0`` holds a count too.
+    """
 
     def name_of(path: Any) -> str:
         return f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
 
     leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    names = [name_of(path) for path, _ in jax.tree.leaves_with_path(state)]
+
+    @cache
+    def is_of_params(root: str) -> bool:
+        return all(name.removeprefix(root) in leaves for name in names if name.startswith(f"{root}."))
 
     def place(path: Any, struct: Any) -> Leaf:
-        of = [one for one in leaves if leaves[one].shape == struct.shape and name_of(path).endswith(one)]
-        return replace(leaves[max(of, key=len)], dtype=struct.dtype) if of else Leaf(struct.shape, struct.dtype)
+        name = name_of(path)
+        of = [one for one in leaves if leaves[one].shape == struct.shape and name.endswith(one)]
+        mirror = max(of, key=lambda one: (is_of_params(name.removesuffix(one)), len(one)), default=None)
+        return Leaf(struct.shape, struct.dtype) if mirror is None else replace(leaves[mirror], dtype=struct.dtype)
 
     return jax.tree.map_with_path(place, state)
 
@@ -123,21 +133,25 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
     return Optimizer(optimizer.init, step)
 
 
+@register
 def naive() -> Strategy:
     """One all-reduce per parameter, after the whole backward."""
     return replicated("naive", partial(plan_per_tensor, after_backward=True))
 
 
+@register
 def flat() -> Strategy:
     """One all-reduce of everything, or one per dtype, after the whole backward."""
     return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
 
 
+@register
 def overlapped() -> Strategy:
     """One all-reduce per parameter, as its gradient becomes ready."""
     return replicated("overlapped", plan_per_tensor)
 
 
+@register
 def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
     """One all-reduce per bucket, as the bucket fills.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxddp import STRATEGIES
 from jaxddp.models import SIZES
-from jaxddp.registry import BUCKETED
+from jaxddp.registry import is_bucketed
 from jaxddp.training.data import Batch, Corpus
 
 from ..benchmark import Options
@@ -164,7 +164,7 @@ def spec_of(name: str, model: str) -> StrategySpec:
     """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
     check_known("strategy", [name], NAMES)
     large = SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
-    has_cap = name in PEERS["torchref"][:3] or name in BUCKETED
+    has_cap = name in PEERS["torchref"][:3] or is_bucketed(name)
     return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
 
 

@@ -17,7 +17,7 @@ from ..checkpoint.weights import load_weights
 from ..models import build
 from ..plugins import devices
 from ..processes.job import find_job
-from ..registry import BUCKETED
+from ..registry import is_bucketed
 from ..training.agreement import check_alike
 from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
@@ -133,7 +133,7 @@ def start_ranks(options: TrainOptions) -> Mesh:
 def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
     """The strategy by its name, with a cap of its buckets if one is given."""
     cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
-    if cap and options.strategy in jaxddp.STRATEGIES and options.strategy not in BUCKETED:
+    if cap and options.strategy in jaxddp.STRATEGIES and not is_bucketed(options.strategy):
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
     return jaxddp.make_strategy(options.strategy, **cap)
 

@@ -202,7 +202,7 @@ def test_on_gpus_that_are_not_here_it_compiles_as_planned(name):
     assert len(compiled) > 2 and sorted(trainer.programs(state).planned_groups(state, batch)) == compiled
 
 
-UNLIKE = {"w": P(None, "model"), "x": {"w": P("model")}, "y": {"w": P()}}
+UNLIKE = {"w": P(None, "model"), "x": {"w": P("model")}, "y": {"w": P()}, "mu": {"w": P("model")}}
 
 
 @pytest.mark.parametrize("specs", [UNLIKE, P(None, "model")])

@@ -36,6 +36,7 @@ from .gather import Unit, own_parameters
 from .optimizers import check_elementwise, check_memory
 
 
+@register("zero3")
 class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 
