@@ -88,14 +88,13 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
     connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
-    watch(job, connections, stuck_s, needs_first=True)
+    watch(job, connections, stuck_s)
     _use_gloo_at(address_here(job, connections))
     keep_to_loopback(job)
     jax.config.update("jax_enable_preemption_service", preemption_service)
-    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        # gRPC would ask the proxy for the coordinator, and abort the process.
-        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-        os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
+    # gRPC would ask a proxy for the coordinator, and abort the process.
+    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+    os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
     jax.distributed.initialize(
         job.address,
         job.num_processes,
