@@ -1,7 +1,6 @@
 """``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
 
-When one fails, the others are ended, with all that they have started, and the exit status is its own. In a job of
-several processes each becomes the script.
+When one fails, the others are ended, with all that they have started, and the exit status is its own.
 """
 
 import argparse
@@ -50,14 +49,13 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.launch.init_from_env(). Rank 0 is shown, every other rank has a log. In a job that torchrun, srun "
-        "or mpirun has started, each process runs the script.",
+        "or torchref.launch.init_from_env(). Rank 0 is shown, every other rank has a log. torchrun, srun and mpirun "
+        "start the script itself.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them")
-    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
-        "(default: %(default)s)")  # fmt: skip
+    add("--ranks", type=int, metavar="N", required=True, help="processes to start")
+    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs (default: %(default)s)")
     add("--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others "
         "waiting, before all end with status 5 (default: what the script says, or 600)")  # fmt: skip
     add("--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
@@ -68,20 +66,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them; in a job of several processes, becomes the script."""
+    """Starts the processes and waits for them."""
+    if (job := find_job()) is not None and job.num_processes > 1:
+        raise ValueError(f"{job.launcher} has started {job.num_processes} processes: let it start the script itself")
     if arguments.stuck_s is not None:
         check_positive("stuck_s", arguments.stuck_s)
         os.environ[STUCK_S] = str(arguments.stuck_s)
-    command, ranks, job = [arguments.script, *arguments.arguments], arguments.ranks, find_job()
-    if job is not None and (job.num_processes > 1 or ranks is None):
-        if ranks not in (None, job.num_processes):
-            raise ValueError(f"ranks (={ranks}) must be the job's processes (={job.num_processes})")
-        if arguments.max_restarts:
-            raise ValueError("max_restarts must not be given in a job: its launcher restarts it")
-        os.execv(sys.executable, [sys.executable, *command])
-    if ranks is None:
-        raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
-    if status := launch(command, ranks, arguments.log_dir, arguments.max_restarts):
+    command = [arguments.script, *arguments.arguments]
+    if status := launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts):
         print_line(f"ended with status {status}: the logs of the other ranks are in {arguments.log_dir}")
     return status
 

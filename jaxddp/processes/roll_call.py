@@ -51,21 +51,20 @@ def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
     return None if _is_loopback(address) and not _is_loopback(job.bind_host) else address
 
 
-def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
+def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process") -> str:
     """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
 
-    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
+    ``said`` are JSON values, and ``who`` is what brings them, by number.
     """
-    numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
         expected, *others = (one.get(name, "absent") for one in said)
         unlike: dict[str, list[str]] = {}
-        for number, value in zip(numbers[1:], others, strict=True):
+        for number, value in enumerate(others, 1):
             if value != expected:
                 unlike.setdefault(repr(value), []).append(str(number))
         if unlike:
             found = "; ".join(f"{value} in {who} {', '.join(where)}" for value, where in unlike.items())
-            return f"{name} (={found}) must be {expected!r}, as in {who} {numbers[0]}"
+            return f"{name} (={found}) must be {expected!r}, as in {who} 0"
     return ""
 
 
@@ -105,8 +104,7 @@ def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int,
                 print_line(f"jaxddp: {address} is refused at {job.address}: {refusal}")
                 with connection, contextlib.suppress(OSError):
                     connection.send_bytes(refusal.encode())
-    numbers = sorted(came)
-    fault = disagreement([came[number] for number in numbers], numbers=numbers)
+    fault = disagreement([came[number] for number in sorted(came)])
     if missing := [str(number) for number in range(job.num_processes) if number not in came]:
         missed = f"process {', '.join(missing)} of {job.num_processes}"
         fault = f"{missed} must join at {job.address} within {timeout_s:g} s"

@@ -12,7 +12,6 @@ from jax.extend.backend import register_backend_factory
 from jaxlib import _jax
 
 from .. import __version__
-from ..arguments import check_flag
 from ..plugins import devices
 from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
@@ -54,7 +53,6 @@ def start_process(
         ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
-    check_flag(preemption_service=preemption_service)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
         _join_what_jax_finds()
