@@ -29,53 +29,49 @@ _MODELS = [name for name, config in SIZES.items() if config.vocab >= 256]  # tha
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
 
 
-def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
-    text = f"{text} (default: {shown})"
-    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
+def _flag(default: Any, kind: type, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
+    metavar = {int: "N", float: "X", str: "NAME"}[kind]
+    described = {"type": kind, "metavar": metavar, "help": f"{text} (default: {shown})", "choices": choices}
+    return field(default=default, metadata=described)
 
 
 @dataclass
 class TrainOptions:
     """What to train and how: each field is a flag. A ValueError if numbers do not fit each other."""
 
-    strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
-    devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
-        f"{DEFAULT_SIMULATED_DEVICES} on the CPU")  # fmt: skip
-    processes: int | None = _flag(None, int, "N", "start N processes on this machine, which share the ranks", "none")
-    max_restarts: int = _flag(0, int, "N", "start the processes again when one fails, at most N times")
-    stuck_s: float = _flag(600.0, float, "S", "in a job: seconds without an answer of one process, or in which the "
-        "others wait for it in a step, before all end with status 5")  # fmt: skip
-    steps: int = _flag(200, int, "N", "training steps")
-    batch_size: int = _flag(32, int, "N", "examples per step, of all ranks together")
-    microbatches: int = _flag(1, int, "N", "parts into which each rank splits its examples, to save memory")
-    model: str = _flag("byte", str, "NAME", f"one of {', '.join(_MODELS)}", choices=_MODELS)
-    weights: str | None = _flag(None, str, "FILE", "an .npz file of parameters under PyTorch's names",
-        "drawn from --seed")  # fmt: skip
-    data: str | None = _flag(None, str, "PATH", "text file", "the Python standard library")
-    seed: int = _flag(0, int, "N", "seed of the initial parameters and of the order of the text")
-    bucket_mb: float | None = _flag(None, float, "MIB", "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of "
-        "1; of bucketed, then up to an eighth of the gradients if that is more")  # fmt: skip
-    compute_dtype: str | None = _flag(None, str, "NAME", "compute and gather parameters in this dtype and update "
-        "float32 masters: bfloat16", "float32", ("bfloat16", "float32"))  # fmt: skip
-    optimizer: str = _flag("adamw", str, "NAME", "adamw (weight decay 0.01), adam or sgd",
-        choices=("adamw", "adam", "sgd"))  # fmt: skip
-    learning_rate: float = _flag(1e-3, float, "RATE", "constant learning rate")
-    max_grad_norm: float | None = _flag(None, float, "NORM", "clip the gradient's global norm to this", "no clipping")
-    nonfinite: str = _flag("raise", str, "POLICY", "if loss or gradient become NaN or infinite: raise ends the run "
-        "with status 3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the "
-        f"update, at most {_MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
-    checkpoint: str | None = _flag(None, str, "DIR", "folder for checkpoints; the last step is always saved", "none is "
-        "saved")  # fmt: skip
-    checkpoint_every: int = _flag(50, int, "N", "steps between validations, each followed by a checkpoint; 0: at the "
-        "end only")  # fmt: skip
+    # The ranks.
+    strategy: str = _flag("bucketed", str, "such as bucketed or zero2; a wrong name lists all")
+    devices: int | None = _flag(None, int, "ranks", "those of the job, all accelerators, or 4 on the CPU")
+    processes: int | None = _flag(None, int, "processes to start on this machine, which share the ranks", "none")
+    max_restarts: int = _flag(0, int, "start the processes again when one fails, at most N times")
+    stuck_s: float = _flag(600.0, float, "seconds for which one process may be silent or keep the others waiting")
+    # The model and the text.
+    model: str = _flag("byte", str, f"one of {', '.join(_MODELS)}", choices=_MODELS)
+    weights: str | None = _flag(None, str, "file .npz of parameters under PyTorch's names", "drawn from --seed")
+    data: str | None = _flag(None, str, "text file", "the Python standard library")
+    seed: int = _flag(0, int, "seed of the initial parameters and of the order of the text")
+    # The steps.
+    steps: int = _flag(200, int, "training steps")
+    batch_size: int = _flag(32, int, "examples per step, of all ranks together")
+    microbatches: int = _flag(1, int, "parts into which each rank splits its examples, to save memory")
+    bucket_mb: float | None = _flag(None, float, "bucket cap in MiB (2^20 bytes)", "1 for the first, then at least 25")
+    compute_dtype: str | None = _flag(None, str, "compute in bfloat16, and update float32 masters", "float32",
+        ("bfloat16", "float32"))  # fmt: skip
+    optimizer: str = _flag("adamw", str, "adamw (weight decay 0.01), adam or sgd", choices=("adamw", "adam", "sgd"))
+    learning_rate: float = _flag(1e-3, float, "constant learning rate")
+    max_grad_norm: float | None = _flag(None, float, "clip the gradient's global norm to this", "no clipping")
+    nonfinite: str = _flag("raise", str, "if loss or gradient become NaN or infinite: raise ends the run with status "
+        "3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update, at most "
+        f"{_MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
+    # The checkpoints.
+    checkpoint: str | None = _flag(None, str, "folder of checkpoints; the last step is always saved", "none is saved")
+    checkpoint_every: int = _flag(50, int, "steps between validations, each with a checkpoint; 0: at the end only")
     resume: bool = field(default=False, metadata={"action": "store_true", "help": "go on from the newest checkpoint, "
-        "with any number of ranks and any strategy; from step 0 if there is none; with status 0 if all steps are "
-        "taken: one command starts and restarts a run"})  # fmt: skip
+        "if there is one, with any ranks and strategy: one command starts and restarts a run"})  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value)
+            check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.devices is not None:

@@ -14,7 +14,6 @@ import jaxddp
 from ..checkpoint.interop import from_numpy
 from ..checkpoint.weights import load_weights
 from ..models import build
-from ..plugins import devices
 from ..processes.job import find_job
 from ..registry import is_bucketed
 from ..training.agreement import check_alike
@@ -35,7 +34,9 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
     if options.weights is not None:
         params = from_numpy(load_weights(options.weights), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
+    kind = mesh.devices.flat[0].device_kind
+    kind += ", simulated" if kind == "cpu" and jax.process_count() == 1 else ""
+    say(f"{options.model} ({num_params:,} parameters) on {mesh.size} x {kind}, {strategy.name}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
     trainer = jaxddp.Trainer(
         loss_fn, make_optimizer(options), strategy, mesh,
@@ -102,9 +103,7 @@ def start_ranks(options: TrainOptions) -> Mesh:
         # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
-        found = devices()
-        simulated = min(DEFAULT_SIMULATED_DEVICES, len(found)) if found[0].platform == "cpu" else None
-        return jaxddp.data_mesh(options.devices or simulated)
+        return jaxddp.data_mesh(options.devices)
     num_ranks = options.devices or job.num_processes
     if num_ranks % job.num_processes:
         raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")
@@ -115,25 +114,14 @@ def start_ranks(options: TrainOptions) -> Mesh:
 
 def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
     """The strategy by its name, with a cap of its buckets if one is given."""
-    cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
-    if cap and options.strategy in jaxddp.STRATEGIES and not is_bucketed(options.strategy):
+    if options.bucket_mb is None:
+        return jaxddp.make_strategy(options.strategy)
+    if not is_bucketed(options.strategy):
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return jaxddp.make_strategy(options.strategy, **cap)
+    return jaxddp.make_strategy(options.strategy, bucket_mb=options.bucket_mb)
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
     """The optimizer by its name."""
     settings = {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
     return getattr(optax, options.optimizer)(options.learning_rate, **settings)
-
-
-def describe_devices(mesh: Mesh) -> str:
-    """Describes the ranks, and says whether they are simulated."""
-    device, num_processes = mesh.devices.flat[0], jax.process_count()
-    if device.platform != "cpu":
-        return f"{mesh.size} x {device.device_kind}"
-    return (
-        f"{mesh.size} CPU devices of {num_processes} processes"
-        if num_processes > 1
-        else f"{mesh.size} simulated CPU devices"
-    )
