@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from jaxddp.processes.replicas import ReplicaError
+from jaxddp.processes.replicas import replicas_differ
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import gather_texts
@@ -37,8 +37,8 @@ def check_replicas(trainer: Trainer) -> None:
     if differing:
         found = [one.get(differing[0]) for one in of_ranks]
         ((most, _),) = Counter(found).most_common(1)
-        ranks = tuple(rank for rank, checksum in enumerate(found) if checksum != most)
-        raise ReplicaError(differing[0], ranks, len(differing) - 1, trainer.num_steps)
+        ranks = [rank for rank, checksum in enumerate(found) if checksum != most]
+        raise replicas_differ(differing[0], ranks, len(differing) - 1, trainer.num_steps)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

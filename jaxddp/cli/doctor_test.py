@@ -81,7 +81,7 @@ def test_what_is_wrong_has_a_line_with_what_to_do(changed, status, subject, advi
 @pytest.mark.parametrize(
     ("name", "value", "status", "subject", "advice"),
     [
-        ("RANK", "0", FAIL, "job", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as RANK is: torchrun sets all"),
+        ("RANK", "0", FAIL, "job", "WORLD_SIZE (='') must be a number, as other variables of a job"),
         ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", NOTE, "variable", "torch multiplies float32 in TF32 whatever a "),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", NOTE, "variable", "communication starts only after the computation"),
     ],

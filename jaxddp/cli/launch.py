@@ -1,7 +1,6 @@
-"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine.
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
 
-They get torchrun's variables (``jaxddp.processes.job``). When one fails, the others are ended, with all that they have
-started, and the exit status is its own. In a job of several processes each becomes the script.
+When one fails, the others are ended, with all that they have started, and the exit status is its own.
 """
 
 import argparse
@@ -12,11 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..arguments import check_integer, check_positive
 from ..processes.job import STUCK_S, TOKEN, find_job
@@ -26,14 +24,14 @@ from .parser import noted_signals
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
-_GRACE_S = 10.0  # between SIGTERM and SIGKILL
-# Linux ends the process with SIGTERM when this one dies. Not preexec_fn: Python code between fork and exec can deadlock
-# in a process with threads, as JAX's is.
+_GRACE_S = 30.0  # between SIGTERM and SIGKILL, as torchrun's
+# Linux kills the process when this one dies. Not preexec_fn: Python code between fork and exec can deadlock in a
+# process with threads, as JAX's is.
 _START = """
 import os, signal, sys
 if sys.platform == "linux":
     import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the launcher has ended")
 os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])
@@ -41,7 +39,7 @@ os.execv(sys.executable, [sys.executable, "-u", *sys.argv[2:]])
 
 
 def child_command(command: Sequence[str]) -> list[str]:
-    """The command line of a Python process that gets SIGTERM when this one dies; on Linux."""
+    """The command line of a Python process that dies with this one, however it ends; on Linux."""
     return [sys.executable, "-c", _START, str(os.getpid()), *command]
 
 
@@ -51,14 +49,13 @@ def add_parser(commands: Any) -> None:
         "launch",
         help="start a script as several processes of one job",
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
-        "or torchref.launch.init_from_env(). Rank 0 is shown, every rank has a log. In a job that torchrun, srun or "
-        "mpirun has started, each process runs the script.",
+        "or torchref.launch.init_from_env(). Rank 0 is shown, every other rank has a log. torchrun, srun and mpirun "
+        "start the script itself.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="processes to start; not needed in a job, which has them")
-    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs, not used in a job "
-        "(default: %(default)s)")  # fmt: skip
+    add("--ranks", type=int, metavar="N", required=True, help="processes to start")
+    add("--log-dir", metavar="DIR", default="runs/launch", help="folder for the ranks' logs (default: %(default)s)")
     add("--stuck-s", type=float, metavar="S", help="seconds in which a rank may be silent, or keep the others "
         "waiting, before all end with status 5 (default: what the script says, or 600)")  # fmt: skip
     add("--max-restarts", type=int, default=0, metavar="K", help="start all processes again when one fails, at most K "
@@ -69,25 +66,15 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the processes and waits for them; in a job of several processes, becomes the script."""
-    if not Path(arguments.script).is_file():
-        raise ValueError(f"script (={arguments.script!r}) must be a file")
+    """Starts the processes and waits for them."""
+    if (job := find_job()) is not None and job.num_processes > 1:
+        raise ValueError(f"{job.launcher} has started {job.num_processes} processes: let it start the script itself")
     if arguments.stuck_s is not None:
         check_positive("stuck_s", arguments.stuck_s)
         os.environ[STUCK_S] = str(arguments.stuck_s)
-    command, ranks, restarts = [arguments.script, *arguments.arguments], arguments.ranks, arguments.max_restarts
-    job = find_job()
-    if job is not None and (job.num_processes > 1 or ranks is None):
-        if ranks not in (None, job.num_processes):
-            raise ValueError(f"ranks (={ranks}) must be the job's processes (={job.num_processes})")
-        if restarts:
-            raise ValueError(f"max_restarts (={restarts}) must not be given in a job: its launcher restarts it")
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *command])
-    if ranks is None:
-        raise ValueError("ranks (=None) must be given outside of a job: the number of processes to start")
-    if status := launch(command, ranks, arguments.log_dir, restarts):
-        print_line(f"ended with status {status}: the logs of all ranks are in {arguments.log_dir}")
+    command = [arguments.script, *arguments.arguments]
+    if status := launch(command, arguments.ranks, arguments.log_dir, arguments.max_restarts):
+        print_line(f"ended with status {status}: the logs of the other ranks are in {arguments.log_dir}")
     return status
 
 
@@ -97,7 +84,6 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     With ``log_dir`` process 0 alone is shown. All are started again after one has failed, but not after a signal.
     """
     check_integer("num_processes", num_processes)
-    check_integer("max_restarts", max_restarts, 0)
     for restart in range(max_restarts + 1):
         status, is_signalled = _Processes(command, num_processes, log_dir, restart).wait()
         if status == 0 or is_signalled or restart == max_restarts:
@@ -112,39 +98,43 @@ class _Processes:
     def __init__(self, command: Sequence[str], count: int, log_dir: str | None, restart: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        alike = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        alike |= {
+        alike = {
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": restart,
             "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
             TOKEN: secrets.token_hex(16),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.readers: list[threading.Thread] = []
         for rank in range(count):
-            variables = alike | {"RANK": rank, "LOCAL_RANK": rank}
-            process = subprocess.Popen(
-                child_command(command),
-                env=os.environ | {name: str(value) for name, value in variables.items()},
-                stdin=subprocess.DEVNULL,
-                stdout=None if log_dir is None else subprocess.PIPE,
-                stderr=None if log_dir is None else subprocess.STDOUT,
-                process_group=0,
-            )
+            variables = {name: str(value) for name, value in {**alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            with contextlib.ExitStack() as stack:
+                log = None
+                if rank > 0 and log_dir is not None:
+                    Path(log_dir).mkdir(parents=True, exist_ok=True)
+                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
+                process = subprocess.Popen(
+                    child_command(command),
+                    env=os.environ | variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                )
             self.processes.append(process)
-            if process.stdout is not None and log_dir is not None:
-                copied = process.stdout, Path(log_dir, f"rank-{rank}.log"), "ab" if restart else "wb", rank == 0
-                self.readers.append(threading.Thread(target=_copy, args=copied, daemon=True))
-                self.readers[-1].start()
 
     def wait(self) -> tuple[int, bool]:
         """Waits for all, and ends the others after a failure, or passes signals on; the status, and if one came."""
         failed, num_passed_on, until = None, 0, float("inf")
         with noted_signals(is_in_job=False) as signals:
             try:
-                while self._running() and time.monotonic() < until:
-                    self._send(*signals[num_passed_on:])
-                    num_passed_on = len(signals)
+                while self._running() and time.monotonic() < until and signal.SIGTERM not in signals:
+                    fresh = signals[num_passed_on:]
+                    self._send(*fresh)
+                    num_passed_on += len(fresh)
                     # First one that fails by itself, not for the loss of another.
                     ended = [one for one in self.processes if one.returncode]
                     ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
@@ -152,17 +142,14 @@ class _Processes:
                         until, failed = min(until, time.monotonic() + _LAST_WORDS_S), ended[0]
                         if len(self.processes) > 1:
                             rank = self.processes.index(failed)
-                            print_line(f"rank {rank} ended with status {failed.returncode}: ending the others")
+                            print_line(f"rank {rank} ended with status {_status(failed)}: ending the others")
                     time.sleep(_POLL_S)
             except KeyboardInterrupt:
                 self._send(signal.SIGINT)
                 raise
             finally:
                 self._end()
-        status = abs(failed.returncode) if failed else max(abs(process.returncode) for process in self.processes)
-        if signals and status in (signals[0], 128 + signals[0]):
-            status = 128 + signals[0]
-        return status, bool(signals)
+        return _status(failed) if failed else max(map(_status, self.processes)), bool(signals)
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         """Those that have not ended; of others, what they have started is killed."""
@@ -177,6 +164,7 @@ class _Processes:
                 process.send_signal(number)  # none to one that has ended
 
     def _end(self) -> None:
+        """Ends what still runs, by SIGTERM and, if it ignores that, by SIGKILL."""
         self._send(signal.SIGTERM, signal.SIGCONT)  # one that is stopped ends as well
         deadline = time.monotonic() + _GRACE_S
         while self._running() and time.monotonic() < deadline:
@@ -184,29 +172,13 @@ class _Processes:
         for process in self._running():
             _kill_group(process)
             process.wait()
-        for reader in self.readers:
-            reader.join(_GRACE_S)  # not for ever: what it has started may have left its group
+
+
+def _status(process: subprocess.Popen[bytes]) -> int:
+    """A process's exit status as shells have it: 137 after SIGKILL."""
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _copy(lines: IO[bytes], path: Path, mode: str, is_shown: bool) -> None:
-    """Copies what a process prints to its log, and to standard output if it is shown; goes on without either."""
-    with lines, contextlib.ExitStack() as stack:
-        log, is_logged = None, True
-        for line in lines:
-            try:
-                if is_logged and log is None:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    log = stack.enter_context(path.open(mode, buffering=0))
-                if is_logged and log is not None:
-                    log.write(line)
-            except OSError as error:
-                is_logged = False
-                print_line(f"{path}: {error.strerror}: the job goes on without this log")
-            if is_shown:
-                with contextlib.suppress(OSError):  # closed, as by head
-                    os.write(1, line)

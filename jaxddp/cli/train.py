@@ -1,6 +1,7 @@
 """``python -m jaxddp train``: its options, and the loop that its program and the one of torchref share."""
 
 import argparse
+import contextlib
 import importlib
 import math
 import signal
@@ -9,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..arguments import check_integer, check_positive
+from ..arguments import check_integer
 from ..communication.buckets import describe_collectives
 from ..plugins import import_jax
 from ..processes.job import find_job
 from ..sizes import SIZES
-from ..table import table
-from ..training.clock import Timings, stopwatch, summarize
+from ..training.clock import stopwatch, summarize
 from ..training.data import Corpus
 from .launch import launch
 from .parser import Signalled, noted_signals
@@ -25,75 +25,58 @@ _NUM_VALIDATION_BATCHES = 4
 _CHECK_REPLICAS_EVERY = 100  # steps; before each checkpoint too
 _MAX_SKIPS = 9  # in a row
 _NUM_LINES = 20  # of steps, in a run
-_NUM_BYTE_VALUES = 256
+_MODELS = [name for name, config in SIZES.items() if config.vocab >= 256]  # that read bytes
 _PATHS = ("data", "weights", "checkpoint")  # hosts may name them otherwise
 
 
-def _flag(default: Any, kind: type, metavar: str, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
-    text = f"{text} (default: {shown})"
-    return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, "choices": choices})
+def _flag(default: Any, kind: type, text: str, shown: str = "%(default)s", choices: Any = None) -> Any:
+    metavar = {int: "N", float: "X", str: "NAME"}[kind]
+    described = {"type": kind, "metavar": metavar, "help": f"{text} (default: {shown})", "choices": choices}
+    return field(default=default, metadata=described)
 
 
 @dataclass
 class TrainOptions:
-    """What to train and how: each field is a flag. A ValueError if a number is out of range or a name unknown."""
+    """What to train and how: each field is a flag. A ValueError if numbers do not fit each other."""
 
-    strategy: str = _flag("bucketed", str, "NAME", "such as bucketed or zero2; a wrong name lists all")
-    devices: int | None = _flag(None, int, "N", "number of ranks", "those of the job, every accelerator, or "
-        f"{DEFAULT_SIMULATED_DEVICES} on the CPU")  # fmt: skip
-    processes: int | None = _flag(None, int, "N", "start N processes on this machine, which share the ranks", "none")
-    max_restarts: int = _flag(0, int, "N", "start the processes again when one fails, at most N times")
-    stuck_s: float = _flag(600.0, float, "S", "in a job: seconds without an answer of one process, or in which the "
-        "others wait for it in a step, before all end with status 5")  # fmt: skip
-    steps: int = _flag(200, int, "N", "training steps")
-    batch_size: int = _flag(32, int, "N", "examples per step, of all ranks together")
-    microbatches: int = _flag(1, int, "N", "parts into which each rank splits its examples, to save memory")
-    model: str = _flag("byte", str, "NAME", "byte, byte_shallow, lm_9m, small, medium, large, xl, seed_xl or 2.7b")
-    weights: str | None = _flag(None, str, "FILE", "an .npz file of parameters under PyTorch's names",
-        "drawn from --seed")  # fmt: skip
-    data: str | None = _flag(None, str, "PATH", "text file", "the Python standard library")
-    seed: int = _flag(0, int, "N", "seed of the initial parameters and of the order of the text")
-    bucket_mb: float | None = _flag(None, float, "MIB", "bucket cap in MiB (2^20 bytes)", "25 after a first bucket of "
-        "1; of bucketed, then up to an eighth of the gradients if that is more")  # fmt: skip
-    compute_dtype: str | None = _flag(None, str, "NAME", "compute and gather parameters in this dtype and update "
-        "float32 masters: bfloat16", "float32", ("bfloat16", "float32"))  # fmt: skip
-    optimizer: str = _flag("adamw", str, "NAME", "adamw (weight decay 0.01), adam or sgd",
-        choices=("adamw", "adam", "sgd"))  # fmt: skip
-    learning_rate: float = _flag(1e-3, float, "RATE", "constant learning rate")
-    max_grad_norm: float | None = _flag(None, float, "NORM", "clip the gradient's global norm to this", "no clipping")
-    nonfinite: str = _flag("raise", str, "POLICY", "if loss or gradient become NaN or infinite: raise ends the run "
-        "with status 3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the "
-        f"update, at most {_MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
-    checkpoint: str | None = _flag(None, str, "DIR", "folder for checkpoints; the last step is always saved", "none is "
-        "saved")  # fmt: skip
-    checkpoint_every: int = _flag(50, int, "N", "steps between validations, each followed by a checkpoint; 0: at the "
-        "end only")  # fmt: skip
+    # The ranks.
+    strategy: str = _flag("bucketed", str, "such as bucketed or zero2; a wrong name lists all")
+    devices: int | None = _flag(None, int, "ranks", "those of the job, all accelerators, or 4 on the CPU")
+    processes: int | None = _flag(None, int, "processes to start on this machine, which share the ranks", "none")
+    max_restarts: int = _flag(0, int, "start the processes again when one fails, at most N times")
+    stuck_s: float = _flag(600.0, float, "seconds for which one process may be silent or keep the others waiting")
+    # The model and the text.
+    model: str = _flag("byte", str, f"one of {', '.join(_MODELS)}", choices=_MODELS)
+    weights: str | None = _flag(None, str, "file .npz of parameters under PyTorch's names", "drawn from --seed")
+    data: str | None = _flag(None, str, "text file", "the Python standard library")
+    seed: int = _flag(0, int, "seed of the initial parameters and of the order of the text")
+    # The steps.
+    steps: int = _flag(200, int, "training steps")
+    batch_size: int = _flag(32, int, "examples per step, of all ranks together")
+    microbatches: int = _flag(1, int, "parts into which each rank splits its examples, to save memory")
+    bucket_mb: float | None = _flag(None, float, "bucket cap in MiB (2^20 bytes)", "1 for the first, then at least 25")
+    compute_dtype: str | None = _flag(None, str, "compute in bfloat16, and update float32 masters", "float32",
+        ("bfloat16", "float32"))  # fmt: skip
+    optimizer: str = _flag("adamw", str, "adamw (weight decay 0.01), adam or sgd", choices=("adamw", "adam", "sgd"))
+    learning_rate: float = _flag(1e-3, float, "constant learning rate")
+    max_grad_norm: float | None = _flag(None, float, "clip the gradient's global norm to this", "no clipping")
+    nonfinite: str = _flag("raise", str, "if loss or gradient become NaN or infinite: raise ends the run with status "
+        "3; stop does so too, and keeps the state before as STEP.nonfinite; skip goes on without the update, at most "
+        f"{_MAX_SKIPS} times in a row", choices=("raise", "skip", "stop"))  # fmt: skip
+    # The checkpoints.
+    checkpoint: str | None = _flag(None, str, "folder of checkpoints; the last step is always saved", "none is saved")
+    checkpoint_every: int = _flag(50, int, "steps between validations, each with a checkpoint; 0: at the end only")
     resume: bool = field(default=False, metadata={"action": "store_true", "help": "go on from the newest checkpoint, "
-        "with any number of ranks and any strategy; from step 0 if there is none; with status 0 if all steps are "
-        "taken: one command starts and restarts a run"})  # fmt: skip
+        "if there is one, with any ranks and strategy: one command starts and restarts a run"})  # fmt: skip
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        for name in given.keys() & {"devices", "processes", "steps", "batch_size", "microbatches"}:
-            check_integer(name, given[name])
-        for name in ("checkpoint_every", "max_restarts"):
-            check_integer(name, given[name], 0)
-        for name in given.keys() & {"stuck_s", "learning_rate", "max_grad_norm"}:
-            check_positive(name, given[name])
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed (={self.seed}) must be at least 0 and below 2^31")
+        for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
+            check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
-        if self.max_restarts and self.checkpoint is not None and not self.resume:
-            raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
         if self.devices is not None:
             self.check_batch_size(self.devices)
-        readable = [name for name, config in SIZES.items() if config.vocab >= _NUM_BYTE_VALUES]
-        if self.model not in readable:
-            raise ValueError(f"model (={self.model!r}) must be one that reads bytes: {', '.join(readable)}")
         self.config = SIZES[self.model]
-        # What must be alike in all processes of a run.
-        self.fingerprint = {name: value for name, value in asdict(self).items() if name not in _PATHS}
 
     def check_batch_size(self, num_ranks: int) -> None:
         """Raises a ValueError if the batch does not divide evenly."""
@@ -101,9 +84,9 @@ class TrainOptions:
             pieces = f"devices x microbatches (={num_ranks} x {self.microbatches})"
             raise ValueError(f"batch_size (={self.batch_size}) must be divisible by {pieces}")
 
-    def is_due(self, step: int) -> bool:
-        """Whether a validation and a checkpoint follow this step."""
-        return step == self.steps or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+    def alike(self, corpus: Corpus) -> dict[str, Any]:
+        """What must be the same in all processes of a run."""
+        return {name: value for name, value in asdict(self).items() if name not in _PATHS} | {"text": corpus.crc32}
 
 
 def add_parser(commands: Any) -> None:
@@ -158,107 +141,59 @@ class StepReport(NamedTuple):
     step: int  # steps taken, from 1
     loss: float  # nats per byte, of the global batch, before the update
     validation_loss: float | None = None  # nats per byte, after the update, if there is a validation after this step
-    is_skipped: bool = False  # was not finite, and updated nothing
     seconds: float = 0.0
 
 
-def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None:
-    """A line about the last step: after a validation, after the first step, and about 20 times in a run."""
-    last, steps = reports[-1], options.steps
-    if last.validation_loss is None and last.step > 1 and last.step % math.ceil(steps / _NUM_LINES):
-        return None
-    rate = _tokens_per_s(options, summarize([one.seconds for one in reports[-20:]]))
-    line = f"step {last.step:{len(str(steps))}}/{steps}  loss {last.loss:.3f}  {rate} tokens/s"
-    return line if last.validation_loss is None else f"{line}  validation {_nats(last.validation_loss)}"
-
-
-def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
-    """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
-    said = f"{describe_collectives(found)}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
-    timings, first, last = summarize([one.seconds for one in reports]), reports[0], reports[-1]
-    rate, per_step = _tokens_per_s(options, timings), f"{options.batch_size} x {options.config.context} per step"
-    is_validated, num_skipped = last.validation_loss is not None, sum(one.is_skipped for one in reports)
-    rows = [
-        ("collectives", f"planned {describe_collectives(planned)}; {how}: {said}"),
-        ("loss", f"{first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}"),
-        ("validation", _nats(last.validation_loss) if is_validated else "none: too little text is held out"),
-        ("step time", str(timings)),
-        ("throughput", f"{rate} tokens/s ({per_step})"),
-        *[("skipped", f"{num_skipped} steps, not finite")] * bool(num_skipped),
-    ]
-    return table(("", ""), rows, left=("",)).splitlines()
-
-
-def _tokens_per_s(options: TrainOptions, timings: Timings) -> str:
-    return f"{options.batch_size * options.config.context / timings.median_ms * 1e3:,.0f}"
-
-
-def position_of(options: TrainOptions, corpus: Corpus, num_batches: int) -> dict[str, Any]:
-    """What a checkpoint says about the data: examples taken from this order of this text."""
-    text = {"seed": options.seed, "text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32}
-    return {"examples": num_batches * options.batch_size, **text}
-
-
-def resume(options: TrainOptions, corpus: Corpus, training: Any, folder: Any, say: Callable[[str], None]) -> int:
-    """Restores the newest checkpoint, if there is one and it continues this run; gives the batches that it has seen."""
-    if folder is None:
-        return 0
-    folder.reserve()  # no other job saves there meanwhile
-    if (step := folder.latest_step()) is None:
-        if options.resume:
-            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
-        return 0
-    if not options.resume:
-        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    saved, here = training.restore(folder), position_of(options, corpus, 0)
-    if not isinstance(saved, dict) or not here.keys() <= saved.keys():
-        raise ValueError(f"data_position (={saved!r}) of the checkpoint must be one of this program")
-    for name in ("seed", "text_bytes", "text_crc32"):
-        if (given := here[name]) != saved[name]:
-            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
-    if saved["examples"] % options.batch_size:
-        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
-    if (step := training.num_steps) >= options.steps:
-        say(f"complete: the checkpoint in {options.checkpoint} has taken {step} of {options.steps} steps")
-    else:
-        say(f"resumed at step {step}")
-    return saved["examples"] // options.batch_size
-
-
 def take_steps(
-    options: TrainOptions, corpus: Corpus, training: Any, folder: Any, num_batches: int,
-    say: Callable[[str], None], on_step: Callable[[StepReport], None],
-) -> list[StepReport]:  # fmt: skip
-    """Trains up to the last step with the ``_Training`` of a program; all processes of a job take the same branches.
+    options: TrainOptions, corpus: Corpus, training: Any, checkpoints: Any, say: Callable[[str], None]
+) -> list[StepReport]:
+    """Trains up to the last step; all processes of a job take the same branches.
+
+    Args:
+        options: The command's.
+        corpus: The text.
+        training: The ``_Training`` of either program.
+        checkpoints: The class ``Checkpoints`` of its package.
+        say: Gets lines of text.
+
+    Returns:
+        A report for each step; none if a resumed run has taken all its steps.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
         ReplicaError: If ranks differ in what each has in full.
         Signalled: After a signal of a scheduler, once the step is finished and saved.
+        ValueError: If the checkpoint is of another run.
     """
-    held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
-    max_skips = _MAX_SKIPS if options.nonfinite == "skip" else 0
-    num_skips = 0  # in a row
-    error: Exception | None = None
     reports: list[StepReport] = []
-    with noted_signals(training.is_noted_by_jax) as signals:
+    error: Exception | None = None
+    num_skips, max_skips = 0, _MAX_SKIPS if options.nonfinite == "skip" else 0  # in a row
+    held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
+    data = {"seed": options.seed, "text_crc32": corpus.crc32}  # of which checkpoints say what was taken
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(checkpoints(options.checkpoint, warn=say)) if options.checkpoint else None
+        num_batches = 0 if folder is None else _resume(options, data, training, folder, say)
+        if training.num_steps >= options.steps:
+            return []
+        training.start(corpus.batch(0, options.batch_size, seed=options.seed))
+        signals = stack.enter_context(noted_signals(training.is_noted_by_jax))
         while error is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch)  # it waits itself
             step, num_batches = training.num_steps, num_batches + 1
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            is_skipped = not (math.isfinite(loss) and math.isfinite(norm))
-            num_skips = num_skips + 1 if is_skipped else 0
-            if gives_up := num_skips > max_skips:
-                before = f", after {num_skips - 1} skipped steps" if num_skips > 1 else ""
-                error = FloatingPointError(
-                    f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite{before}"
-                )
+
+            num_skips = 0 if math.isfinite(loss) and math.isfinite(norm) else num_skips + 1
+            gives_up = num_skips > max_skips
+            if gives_up:
+                error = FloatingPointError(f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite")
                 if options.nonfinite == "raise":  # the state before is gone: there is nothing to save
                     raise error
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
-            is_last, is_due = error is not None or step == options.steps, options.is_due(step)
+
+            is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
+            is_last = error is not None or step == options.steps
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
             validation_loss = None
@@ -267,25 +202,80 @@ def take_steps(
                 if not math.isfinite(validation_loss):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
 
-            position = position_of(options, corpus, num_batches)
+            position = data | {"examples": num_batches * options.batch_size}
             if folder is not None and gives_up:  # the state before, where --resume does not find it
                 path = f"{options.checkpoint}/{step}.nonfinite"
-                with type(folder)(path) as aside:
+                with checkpoints(path) as aside:
                     if aside.latest_step() is None:
                         training.save(aside, position)
                 say(f"the state before is kept in {path}")
             elif folder is not None and (is_last or (is_due and num_skips == 0)):
                 training.save(folder, position)
-            reports.append(StepReport(step, loss, validation_loss, is_skipped, seconds))
-            if line := progress(options, reports):
+            reports.append(StepReport(step, loss, validation_loss, seconds))
+            if num_skips and not gives_up:
+                say(f"step {step} is skipped: loss (={loss}) and gradient norm (={norm}) are not finite")
+            elif line := progress(options, reports):
                 say(line)
-            on_step(reports[-1])
-    if folder is not None:
-        say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
+        if folder is not None:
+            say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
     if error is not None:
         raise error
+    for line in summary(options, reports, *training.collectives()):
+        say(line)
     return reports
 
 
-def _nats(loss: Any) -> str:
+def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: Any, say: Callable[[str], None]) -> int:
+    """Restores the newest checkpoint, if there is one and it continues this run; gives the batches that it has seen."""
+    folder.reserve()  # no other job saves there meanwhile
+    if (step := folder.latest_step()) is None:
+        if options.resume:
+            say(f"no checkpoint in {options.checkpoint} yet: starting at step 0")
+        return 0
+    if not options.resume:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
+    saved = training.restore(folder)
+    for name, given in data.items():
+        if given != saved[name]:
+            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
+    if saved["examples"] % options.batch_size:
+        raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
+    is_complete = training.num_steps >= options.steps
+    say(
+        f"complete: {training.num_steps} of {options.steps} steps are taken"
+        if is_complete
+        else f"resumed at step {step}"
+    )
+    return saved["examples"] // options.batch_size
+
+
+def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None:
+    """A line about the last step: after a validation, after the first step, and about 20 times in a run."""
+    last, steps = reports[-1], options.steps
+    if last.validation_loss is None and last.step > 1 and last.step % math.ceil(steps / _NUM_LINES):
+        return None
+    line = f"step {last.step:{len(str(steps))}}/{steps}  loss {last.loss:.3f}  {_tokens_per_s(options, reports[-20:])}"
+    return line if last.validation_loss is None else f"{line}  validation {_nats(last.validation_loss)}"
+
+
+def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
+    """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
+    said = f"{describe_collectives(found)}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
+    first, last = reports[0], reports[-1]
+    validation = "none: too little text is held out" if last.validation_loss is None else _nats(last.validation_loss)
+    return [
+        f"collectives  planned {describe_collectives(planned)}; {how}: {said}",
+        f"loss         {first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}",
+        f"validation   {validation}",
+        f"step time    {summarize([one.seconds for one in reports])}",
+        f"throughput   {_tokens_per_s(options, reports)} ({options.batch_size} x {options.config.context} per step)",
+    ]
+
+
+def _tokens_per_s(options: TrainOptions, reports: Sequence[StepReport]) -> str:
+    median_s = summarize([one.seconds for one in reports]).median_ms / 1e3
+    return f"{options.batch_size * options.config.context / median_s:,.0f} tokens/s"
+
+
+def _nats(loss: float) -> str:
     return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per byte"

@@ -1,7 +1,6 @@
 """The program of ``python -m jaxddp train``: a language model of bytes, trained data-parallel by ``take_steps``."""
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,75 +14,63 @@ import jaxddp
 from ..checkpoint.interop import from_numpy
 from ..checkpoint.weights import load_weights
 from ..models import build
-from ..plugins import devices
 from ..processes.job import find_job
 from ..registry import is_bucketed
 from ..training.agreement import check_alike
-from ..training.clock import stopwatch
 from ..training.data import Batch, Corpus
-from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, resume, summary, take_steps
+from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, take_steps
 
 
-def train(
-    options: TrainOptions,
-    say: Callable[[str], None] = lambda line: None,
-    on_step: Callable[[StepReport], None] = lambda report: None,
-) -> list[StepReport]:
-    """Trains a language model: ``say`` gets lines of text, ``on_step`` a report after each step.
-
-    Returns the reports; none if a resumed run has taken all its steps. Raises as ``take_steps``, and ValueErrors.
-    """
+def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None) -> list[StepReport]:
+    """Trains a language model: ``say`` gets lines of text. What it returns and raises is ``take_steps``'."""
     jaxddp.keep_freed_memory()
     strategy = make_strategy(options)
     corpus = Corpus(options.data, context=options.config.context)
     mesh = start_ranks(options)
     options.check_batch_size(mesh.size)
-    check_alike(options.fingerprint | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
+    check_alike(options.alike(corpus))
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
         params = from_numpy(load_weights(options.weights), params)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    kind = mesh.devices.flat[0].device_kind
+    kind += ", simulated" if kind == "cpu" and jax.process_count() == 1 else ""
+    say(f"{options.model} ({num_params:,} parameters) on {mesh.size} x {kind}, {strategy.name}")
+    say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
     trainer = jaxddp.Trainer(
         loss_fn, make_optimizer(options), strategy, mesh,
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         compute_dtype=options.compute_dtype, nonfinite="ignore" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
-    say(f"{options.model} ({num_params:,} parameters) on {describe_devices(mesh)}, {strategy.name}")
-    say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
-
-    training = _Training(trainer, shapes)
-    opened = None if options.checkpoint is None else jaxddp.Checkpoints(options.checkpoint, warn=say)
-    with opened or contextlib.nullcontext() as folder:
-        num_batches = resume(options, corpus, training, folder, say)
-        if training.state is None:
-            training.state = trainer.init(params, seed=options.seed)
-        del params  # the state holds copies
-        if training.num_steps >= options.steps:
-            return []
-        batch = jax.eval_shape(lambda: corpus.batch(0, options.batch_size, seed=options.seed))  # of all ranks
-        planned = trainer.planned(training.state, batch)
-        program, compile_s = stopwatch(trainer.compile, training.state, batch)
-        say(f"compiled in {compile_s:.1f} s")
-        reports = take_steps(options, corpus, training, folder, num_batches, say, on_step)
-    for line in summary(options, reports, planned, jaxddp.gradient_collectives(program), "compiled"):
-        say(line)
-    return reports
+    return take_steps(options, corpus, _Training(trainer, params, options.seed), jaxddp.Checkpoints, say)
 
 
 class _Training:
     """A trainer and its state, which each step replaces."""
 
-    def __init__(self, trainer: jaxddp.Trainer, shapes: Any) -> None:
+    def __init__(self, trainer: jaxddp.Trainer, params: Any, seed: int) -> None:
+        self._trainer, self._params, self._seed = trainer, params, seed
         self.state: Any = None  # a TrainState, once it is restored or made
-        self._trainer, self._shapes = trainer, shapes
         self.place: dict[str, int] = {"rank": jax.process_index(), "num_ranks": jax.process_count()}
         self.is_noted_by_jax = jax.process_count() > 1
 
+    def start(self, batch: Batch) -> None:
+        """Makes a state where none was restored, and compiles for a batch of all ranks."""
+        if self.state is None:
+            self.state = self._trainer.init(self._params, seed=self._seed)
+        self._params = None  # the state holds copies
+        shapes = jax.eval_shape(lambda: batch)
+        self._planned = self._trainer.planned(self.state, shapes)
+        self._program = self._trainer.compile(self.state, shapes)
+
+    def collectives(self) -> tuple[Any, Any, str]:
+        """(kind, bytes) of a step's, as planned and as found, and where."""
+        return self._planned, jaxddp.gradient_collectives(self._program), "compiled"
+
     @property
     def num_steps(self) -> int:
-        return int(self.state.step)
+        return 0 if self.state is None else int(self.state.step)
 
     def step(self, batch: Batch) -> dict[str, Any]:
         self.state, metrics = jax.block_until_ready(self._trainer.step(self.state, batch))
@@ -105,7 +92,7 @@ class _Training:
         folder.save(self._trainer, self.state, data_position=position)
 
     def restore(self, folder: jaxddp.Checkpoints) -> Any:
-        self.state, position = folder.restore(self._trainer, self._shapes)
+        self.state, position = folder.restore(self._trainer, self._params)
         return position
 
 
@@ -116,12 +103,7 @@ def start_ranks(options: TrainOptions) -> Mesh:
         # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
-        try:
-            found = devices()
-        except RuntimeError as error:
-            raise ValueError(f"JAX finds no device to run on: {error}") from error
-        simulated = min(DEFAULT_SIMULATED_DEVICES, len(found)) if found[0].platform == "cpu" else None
-        return jaxddp.data_mesh(options.devices or simulated)
+        return jaxddp.data_mesh(options.devices)
     num_ranks = options.devices or job.num_processes
     if num_ranks % job.num_processes:
         raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")
@@ -132,24 +114,14 @@ def start_ranks(options: TrainOptions) -> Mesh:
 
 def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
     """The strategy by its name, with a cap of its buckets if one is given."""
-    cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
-    if cap and options.strategy in jaxddp.STRATEGIES and not is_bucketed(options.strategy):
+    if options.bucket_mb is None:
+        return jaxddp.make_strategy(options.strategy)
+    if not is_bucketed(options.strategy):
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return jaxddp.make_strategy(options.strategy, **cap)
+    return jaxddp.make_strategy(options.strategy, bucket_mb=options.bucket_mb)
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
     """The optimizer by its name."""
-    if options.optimizer == "adamw":
-        return optax.adamw(options.learning_rate, weight_decay=0.01)
-    return getattr(optax, options.optimizer)(options.learning_rate)
-
-
-def describe_devices(mesh: Mesh) -> str:
-    """Describes the ranks, and says whether they are simulated."""
-    device = mesh.devices.flat[0]
-    if device.platform != "cpu":
-        return f"{mesh.size} x {device.device_kind}"
-    if jax.process_count() > 1:
-        return f"{mesh.size} CPU devices of {jax.process_count()} processes"
-    return "1 CPU device" if mesh.size == 1 else f"{mesh.size} simulated CPU devices on {os.cpu_count()} cores"
+    settings = {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
+    return getattr(optax, options.optimizer)(options.learning_rate, **settings)

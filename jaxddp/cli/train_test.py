@@ -28,14 +28,12 @@ BAD_INPUT = {
     "": "the following arguments are required: COMMAND",
     "train --nonsense": "unrecognized arguments: --nonsense; see python -m jaxddp --help",
     "train --strategy fast": "unknown strategy 'fast': one of ",
-    "train --model tiny": "model (='tiny') must be one that reads bytes: byte, ",
+    "train --model tiny": "argument --model: invalid choice: 'tiny' (choose from ",
     "train --model byte_shallow --devices 1 --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
     "train --data /no/where": "data path '/no/where' must be a regular file",
     "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
-    "train --seed -1": "seed (=-1) must be at least 0 and below 2^31",
     "train --optimizer lion": "argument --optimizer: invalid choice: 'lion' (choose from ",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
-    "train --max-restarts 1 --checkpoint ck": "max_restarts (=1) must come with resume where there is a checkpoint",
     "train --max-restarts 1": "max_restarts (=1) must come with processes",
     "train --checkpoint=": "argument --checkpoint: must not be empty",
     # 16 devices, where this process has started with 8.
@@ -86,7 +84,7 @@ def test_program_in_a_pipe():
 
 def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
     options = TrainOptions(steps=100)  # of 128 tokens an example
-    reports = [StepReport(step, 6 - step / 100, 2.0 if step == 13 else None, step == 4, 4) for step in range(1, 101)]
+    reports = [StepReport(step, 6 - step / 100, 2.0 if step == 13 else None, 4) for step in range(1, 101)]
     lines = [line for count in range(1, 101) if (line := progress(options, reports[:count]))]
     assert len(lines) == 20 + 2
     assert lines[0] == "step   1/100  loss 5.990  1,024 tokens/s"
@@ -94,7 +92,6 @@ def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
     collectives = [("all-reduce", 2**20), ("all-reduce", 3 * 2**20)]
     said = summary(options, reports, collectives, collectives[::-1], "compiled")
     assert said[0] == "collectives  planned 2 all-reduces, 4.0 MiB per step; compiled: the same"
-    assert said[-1] == "skipped      1 steps, not finite"
     (first, *_) = summary(options, reports, collectives, [("all-reduce", 2**22)], "compiled")
     assert first.endswith("compiled: 1 all-reduce, 4.0 MiB per step, NOT AS PLANNED")
 

@@ -4,10 +4,11 @@
 |----------|---------------------------------------------------------|------------------------------|
 | torchrun | WORLD_SIZE, RANK, LOCAL_RANK of LOCAL_WORLD_SIZE        | MASTER_ADDR, MASTER_PORT     |
 | Open MPI | OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_RANK of _LOCAL_SIZE | the host that runs mpirun    |
-| SLURM    | SLURM_NTASKS, _PROCID, _LOCALID of _STEP_TASKS_PER_NODE | the first host of the step   |
+| SLURM    | SLURM_NTASKS, _PROCID, _LOCALID, over _STEP_NUM_NODES   | the first host of the step   |
 
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
-to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation.
+to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation. JAX finds the
+latter two as well, but not how many processes share a host, and torch finds neither.
 """
 
 import os
@@ -77,43 +78,61 @@ class Job(NamedTuple):
         return f"{self.launcher}: {self.num_processes} processes on {where}"
 
 
-def find_job(environment: Mapping[str, str] | None = None) -> Job | None:
+def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     """Finds the job that environment variables describe; None if no launcher has set them, a ValueError if half set."""
-    found = os.environ if environment is None else environment
-    if "RANK" in found or "WORLD_SIZE" in found:
-        launcher, count, number = "torchrun", "WORLD_SIZE", "RANK"
-        names = (number, count, "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in names if not found.get(name)]:
-            there = ", ".join(name for name in names if name not in missing)
-            raise ValueError(f"{', '.join(missing)} must be set, as {there} is: torchrun sets all of them")
-    elif "OMPI_COMM_WORLD_RANK" in found:
-        launcher, count, number = "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
-    elif "SLURM_STEP_NODELIST" in found and "SLURM_PROCID" in found:  # a batch script has no step
-        launcher, count, number = "SLURM", "SLURM_NTASKS", "SLURM_PROCID"
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name, "" if default is None else str(default))
+        if not text.isdigit():
+            raise ValueError(f"{name} (={text!r}) must be a number, as other variables of a job are set")
+        return int(text)
+
+    host, port = "", 0
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        launcher, num_processes, process_id = "torchrun", number("WORLD_SIZE"), number("RANK")
+        local = number("LOCAL_RANK", 0)
+        num_local = number("LOCAL_WORLD_SIZE", local + 1)
+        num_hosts = number("GROUP_WORLD_SIZE", -(-num_processes // num_local))
+        port = number("MASTER_PORT")
+    elif "OMPI_COMM_WORLD_RANK" in environment:
+        launcher, num_processes = "Open MPI", number("OMPI_COMM_WORLD_SIZE")
+        process_id, local = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_LOCAL_RANK")
+        num_local = number("OMPI_COMM_WORLD_LOCAL_SIZE")
+        num_hosts = -(-num_processes // num_local)
+        # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911; job numbers are multiples of 4096.
+        uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^],]+?)[],:]", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+        host = uri[2] if uri else ""
+        port = int(uri[1]) // 4096 if uri else os.getppid()  # mpirun is the parent of all on one host
+    elif "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
+        launcher, num_processes, process_id = "SLURM", number("SLURM_NTASKS"), number("SLURM_PROCID")
+        local, num_hosts = number("SLURM_LOCALID"), number("SLURM_STEP_NUM_NODES")
+        num_local = max(-(-num_processes // num_hosts), local + 1)  # on the fullest host
+        # node001 | node001,gpu7 | node[001-004,007],gpu7
+        first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
+        host = "".join(filter(None, first.groups())) if first else ""
+        port = number("SLURM_JOB_ID") * 16 + number("SLURM_STEP_ID")
     else:
         return None
-    num_processes, process_id = _number(found, count), _number(found, number)
-    local, num_local, owns_visible = _place_on_host(found, launcher)
-    hosts = {"torchrun": "GROUP_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
-    num_hosts = _number(found, hosts, default=-(-num_processes // max(num_local, 1)))
-    host, port = _coordinator(found, launcher, is_alone=num_hosts == 1)
-    job = Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible)
-    return _checked(job._replace(token=found.get(TOKEN, "")))
+    host = environment.get("MASTER_ADDR") or (_LOOPBACK if num_hosts == 1 and launcher != "torchrun" else host)
+    if not host:
+        raise ValueError("MASTER_ADDR must name the host of process 0: the launcher's variables do not")
+    port = number("MASTER_PORT", _FIRST_PORT + port % _NUM_PORTS)
+    owns_visible = launcher == "SLURM" and "SLURM_GPUS_PER_TASK" in environment
+    token = environment.get(TOKEN, "")
+    job = Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible, token)
+    return _checked(job)
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
     """The job given by hand, whose process may use every device of its host; else that of the environment."""
     if coordinator_address is num_processes is process_id is None:
         return find_job()
-    if coordinator_address is None or num_processes is None or process_id is None:
-        given = (coordinator_address, num_processes, process_id)
-        raise ValueError(f"coordinator_address, num_processes and process_id (={given}) are given all or none")
     host, _, port = str(coordinator_address).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdigit():
         raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
-    check_integer("num_processes", num_processes)
-    check_integer("process_id", process_id, 0)
-    return _checked(Job("address", num_processes, process_id, 1, 0, num_processes, host.strip("[]"), int(port)))
+    number = check_integer("process_id", process_id, 0)
+    count = check_integer("num_processes", num_processes)
+    return _checked(Job("address", count, number, 1, 0, count, host.strip("[]"), int(port)))
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
@@ -142,55 +161,9 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
-def _place_on_host(environment: Mapping[str, str], launcher: str) -> tuple[int, int, bool]:
-    """This process's number among those of its host, how many they are, and whether what it sees is its own."""
-    # Where torchrun's variables were set by hand, SLURM or Open MPI may know the place.
-    if launcher == "torchrun" and "LOCAL_RANK" in environment:
-        local = _number(environment, "LOCAL_RANK")
-        return local, _number(environment, "LOCAL_WORLD_SIZE", default=local + 1), False
-    if (ours := "OMPI_COMM_WORLD_LOCAL_RANK") in environment:
-        return _number(environment, ours), _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE"), False
-    if "SLURM_LOCALID" not in environment:
-        return 0, 1, False
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # of each node, such as 2(x3),1
-    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
-    node = _number(environment, "SLURM_NODEID")
-    if node >= len(counts):
-        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE (={tasks!r}) must count the tasks of node {node}")
-    return _number(environment, "SLURM_LOCALID"), counts[node], "SLURM_GPUS_PER_TASK" in environment
-
-
-def _coordinator(environment: Mapping[str, str], launcher: str, is_alone: bool) -> tuple[str, int]:
-    """The coordinator's host and port: those that the user chose, else the launcher's and one by the job's number."""
-    host, number = _LOOPBACK if is_alone else "", 0
-    if launcher == "Open MPI":
-        # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911; job numbers are multiples of 4096.
-        uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^],]+?)[],:]", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-        host = host or (uri[2] if uri else "")
-        number = int(uri[1]) // 4096 if uri else os.getppid()  # mpirun is the parent of all on one host
-    elif launcher == "SLURM":
-        # node001 | node001,gpu7 | node[001-004,007],gpu7
-        first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
-        host = host or ("".join(filter(None, first.groups())) if first else "")
-        number = _number(environment, "SLURM_JOB_ID") * 16 + _number(environment, "SLURM_STEP_ID")
-    host = environment.get("MASTER_ADDR") or host
-    if not host:
-        raise ValueError("MASTER_ADDR must name the host of process 0: the launcher's variables do not")
-    return host, _number(environment, "MASTER_PORT", default=_FIRST_PORT + number % _NUM_PORTS)
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        raise ValueError(f"{name} (={text!r}) must be a number in a job's environment")
-    return int(text)
-
-
 def _checked(job: Job) -> Job:
-    for name, most in (("process_id", "num_processes"), ("local_process_id", "num_local_processes")):
-        if not 0 <= (number := getattr(job, name)) < (count := getattr(job, most)):
-            raise ValueError(f"{name} (={number}) must be at least 0 and below {most} (={count})")
+    if job.process_id >= job.num_processes:
+        raise ValueError(
+            f"process_id (={job.process_id}) must be at least 0 and below num_processes (={job.num_processes})"
+        )
     return job

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ from .job import Job
 from .stderr import print_line
 
 _RETRY_S = 0.1
-_HELLO_S = 5.0  # in which a message must have come
 _MAX_BYTES = 2**20  # of a message
 
 
@@ -47,25 +47,24 @@ def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
     for connection in connections.values():
         with socket.socket(fileno=os.dup(connection.fileno())) as ours:
             addresses.append(ours.getsockname()[0])
-    address = min(addresses, key=_is_loopback, default=None)
-    return None if address is None or (_is_loopback(address) and not _is_loopback(job.bind_host)) else address
+    address = min(addresses, key=_is_loopback)
+    return None if _is_loopback(address) and not _is_loopback(job.bind_host) else address
 
 
-def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process", numbers: Sequence[int] | None = None) -> str:
+def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process") -> str:
     """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
 
-    ``said`` are JSON values, ``who`` is what brings them, with ``numbers`` from 0 if None.
+    ``said`` are JSON values, and ``who`` is what brings them, by number.
     """
-    numbers = range(len(said)) if numbers is None else numbers
     for name in dict.fromkeys(name for one in said for name in one):
         expected, *others = (one.get(name, "absent") for one in said)
         unlike: dict[str, list[str]] = {}
-        for number, value in zip(numbers[1:], others, strict=True):
+        for number, value in enumerate(others, 1):
             if value != expected:
                 unlike.setdefault(repr(value), []).append(str(number))
         if unlike:
             found = "; ".join(f"{value} in {who} {', '.join(where)}" for value, where in unlike.items())
-            return f"{name} (={found}) must be {expected!r}, as in {who} {numbers[0]}"
+            return f"{name} (={found}) must be {expected!r}, as in {who} 0"
     return ""
 
 
@@ -74,25 +73,15 @@ def _is_loopback(address: str) -> bool:
 
 
 def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
-    """Process 0's side: a thread hears each caller."""
-    lock, is_over, deadline = threading.Lock(), threading.Event(), time.monotonic() + timeout_s
+    """Process 0's side. A thread reads each caller's message, since a stranger may never end his."""
+    deadline, heard = time.monotonic() + timeout_s, queue.SimpleQueue[tuple[Connection, str, bytes]]()
     came, connections = {0: alike}, dict[int, Connection]()
 
     def hear(caller: socket.socket, address: tuple[Any, ...]) -> None:
-        connection, refusal = Connection(caller.detach()), "is no process of this job"
-        with contextlib.suppress(OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
-            token, number, its = json.loads(_receive(connection, _HELLO_S))
-            is_known = hmac.compare_digest(token.encode(), job.token.encode()) and type(its) is dict
-            if is_known and number in range(1, job.num_processes):
-                with lock:
-                    if not is_over.is_set() and number not in came:
-                        connections[number] = connection
-                        came[number] = its  # last: then the meeting may be over
-                        return
-                refusal = f"process_id (={number}) must be one process's: two have joined under it"
-        print_line(f"jaxddp: {address[0]} is refused at {job.address}: {refusal}")
-        with connection, contextlib.suppress(OSError):
-            connection.send_bytes(refusal.encode())
+        connection, said = Connection(caller.detach()), b""
+        with contextlib.suppress(OSError, EOFError):
+            said = connection.recv_bytes(_MAX_BYTES)
+        heard.put((connection, address[0], said))
 
     try:
         listener = job.listen()
@@ -104,10 +93,18 @@ def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int,
         while len(came) < job.num_processes and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # nobody called, or has left already
                 threading.Thread(target=hear, args=listener.accept(), daemon=True).start()
-    with lock:
-        is_over.set()
-    numbers = sorted(came)
-    fault = disagreement([came[number] for number in numbers], numbers=numbers)
+            while not heard.empty():
+                connection, address, said = heard.get()
+                number, its, refusal = _parse(job, said)
+                if number in came:
+                    refusal = f"process_id (={number}) must be one process's: two have joined under it"
+                if not refusal:
+                    came[number], connections[number] = its, connection
+                    continue
+                print_line(f"jaxddp: {address} is refused at {job.address}: {refusal}")
+                with connection, contextlib.suppress(OSError):
+                    connection.send_bytes(refusal.encode())
+    fault = disagreement([came[number] for number in sorted(came)])
     if missing := [str(number) for number in range(job.num_processes) if number not in came]:
         missed = f"process {', '.join(missing)} of {job.num_processes}"
         fault = f"{missed} must join at {job.address} within {timeout_s:g} s"
@@ -115,27 +112,18 @@ def _hear_all(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int,
         with contextlib.suppress(OSError):
             connection.send_bytes(fault.encode())
     if fault:
-        for connection in connections.values():
-            connection.close()
         raise ValueError(fault)
     return connections
 
 
-def _receive(connection: Connection, timeout_s: float) -> bytes:
-    """A message; the connection ends if it has not come whole in time."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
-
-        def end() -> None:
-            with contextlib.suppress(OSError):
-                ours.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(timeout_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            return connection.recv_bytes(_MAX_BYTES)
-        finally:
-            timer.cancel()
+def _parse(job: Job, said: bytes) -> tuple[int, dict[str, Any], str]:
+    """A process's number, what it brings, and why it is refused, if it is."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        token, number, its = json.loads(said)
+        is_known = hmac.compare_digest(token.encode(), job.token.encode())
+        if is_known and number in range(1, job.num_processes) and type(its) is dict:
+            return number, its, ""
+    return -1, {}, "is no process of this job"
 
 
 def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
@@ -143,7 +131,7 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     deadline = time.monotonic() + timeout_s
     said = json.dumps((job.token, job.process_id, alike)).encode()
     while True:
-        connection, remaining_s = None, max(0.001, deadline - time.monotonic())
+        remaining_s = max(0.001, deadline - time.monotonic())
         try:
             caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
             caller.settimeout(None)
@@ -151,17 +139,14 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
             connection.send_bytes(said)
             if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
                 raise TimeoutError("it says nothing")
-            fault = _receive(connection, _HELLO_S).decode()
+            fault = connection.recv_bytes(_MAX_BYTES).decode()
             break
         except (OSError, EOFError) as error:
-            if connection is not None:
-                connection.close()
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error}"
                 ) from error
             time.sleep(_RETRY_S)
     if fault:
-        connection.close()
         raise ValueError(fault)
     return connection

@@ -12,7 +12,6 @@ from jax.extend.backend import register_backend_factory
 from jaxlib import _jax
 
 from .. import __version__
-from ..arguments import check_flag
 from ..plugins import devices
 from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
@@ -54,7 +53,6 @@ def start_process(
         ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
-    check_flag(preemption_service=preemption_service)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
         _join_what_jax_finds()
@@ -88,14 +86,13 @@ def local_rows(batch: Any) -> Any:
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
     connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
-    watch(job, connections, stuck_s, needs_first=True)
+    watch(job, connections, stuck_s)
     _use_gloo_at(address_here(job, connections))
     keep_to_loopback(job)
     jax.config.update("jax_enable_preemption_service", preemption_service)
-    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        # gRPC would ask the proxy for the coordinator, and abort the process.
-        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-        os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
+    # gRPC would ask a proxy for the coordinator, and abort the process.
+    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+    os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
     jax.distributed.initialize(
         job.address,
         job.num_processes,

@@ -9,9 +9,9 @@ further for ``stuck_s``, and all are if none ends a step, other than the first.
 
 Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads. If one was
 lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends when it begins
-another step, or after ``stuck_s``; at once if JAX has lost process 0, because XLA would abort it. The libraries do none
-of this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither
-sees a process that is alive and stuck. No framework is imported.
+another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The libraries do none of
+this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither sees
+a process that is alive and stuck. No framework is imported.
 """
 
 import atexit
@@ -36,16 +36,18 @@ STATUS = 5  # of a process that another one's loss ends
 GRACE_S = 5.0  # in which processes may fail by themselves, with words of their own
 _BEAT_S = 0.1  # of up to 32 processes
 _PAUSE_S = 4.0  # without a round of its own: this process was stopped, and perhaps all were
-_OTHERS_S = 8.0  # for which process 0 stays for the others
+_OTHERS_S = 8.0  # for which process 0 stays for the others: XLA aborts processes that miss it
 _START_S = 60.0  # at least, before a process has begun a step: it imports, which stops its threads, loads and compiles
 _LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and name the one that was lost
+
+_Place = tuple[int, int, int]  # steps begun, calls after the last one, collectives started
 
 
 class _Fault(NamedTuple):
     reason: str
-    is_stuck: bool  # then stacks show more of it
+    is_stuck: bool = False  # then stacks show more of it
     failed: int = -1  # the process that an error of its own ended
-    place: tuple[int, ...] = (sys.maxsize,)  # that it had come to: who is further waits for it
+    place: _Place = (sys.maxsize, 0, 0)  # that it had come to: who is further waits for it
 
 
 @dataclass
@@ -56,35 +58,28 @@ class _Process:
     heard: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)  # when it went further
     idle: float = field(default_factory=time.monotonic)  # when it was in no step
-    told: float = 0.0
-    place: tuple[int, ...] = 0, 0, 0  # steps begun, calls after the last one, collectives started
+    place: _Place = 0, 0, 0
     ended: str | None = None  # the error, "" if there is none
     ended_at: float = 0.0
     is_gone: bool = False
 
-    def hear(self, said: Mapping[str, Any], now: float) -> None:
-        self.heard = now
-        if not said["waits"]:
+    def hear(self, place: _Place, waits: bool, ended: str | None) -> None:
+        self.heard = now = time.monotonic()
+        if not waits:
             self.idle = now
-        if (place := tuple(said["place"])) != self.place:
+        if place != self.place:
             self.place, self.moved = place, now
-        if said["ended"] is not None and not self.ended:  # an error, then the end
-            self.ended, self.ended_at = said["ended"], self.ended_at or now
+        if ended is not None and not self.ended:  # an error, then the end
+            self.ended, self.ended_at = ended, self.ended_at or now
 
 
 class _Watchdog:
     """This process's thread, and what it knows of the others."""
 
     def __init__(
-        self,
-        job: Job,
-        connections: Mapping[int, Connection],
-        stuck_s: float,
-        needs_first: bool,
-        count_collectives: Callable[[], int],
+        self, job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int]
     ) -> None:
-        self._number, self._stuck_s, self._needs_first = job.process_id, stuck_s, needs_first
-        self._count_collectives = count_collectives
+        self._number, self._stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
         self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._selector = selectors.DefaultSelector()
@@ -119,28 +114,29 @@ class _Watchdog:
         before = time.monotonic()
         while True:
             self._listen(self._beat_s)
-            now, waits = time.monotonic(), self.is_in_step or not self.is_done()
+            now, waits, ended = time.monotonic(), self.is_in_step or not self.is_done(), self._ended
             if now - before > _PAUSE_S:
                 for one in (self._mine, *self._others.values()):
                     one.heard = one.moved = now
-            before, ended = now, self._ended
+            before = now
             place = *self.begun, max(self._mine.place[2], self._count_collectives())
-            said = {"place": place, "waits": waits, "ended": ended}
-            self._mine.hear(said, now)
-            self._tell(said, now)
+            self._mine.hear(place, waits, ended)
+            self._tell({"place": place, "waits": waits, "ended": ended})
             if ended is not None:
                 self._has_told.set()
             if self._fault is None and (fault := self._judge(now)):
                 self._note(fault)
-                self._tell({"end": fault}, now)
+                self._tell({"fault": fault})
             if self._fault is not None:
-                is_cut_off = self._needs_first and 0 in self._others and self._others[0].is_gone
                 # One that has ended would wait at JAX's barrier for those that it ended.
                 is_last = ended is not None and all(one.is_gone for one in self._others.values())
                 is_late = now - self._faulty_since > self._stuck_s
-                waits |= tuple(self._fault.place) < self._mine.place
-                if self._fault.is_stuck or waits or is_cut_off or is_last or is_late:
+                waits |= self._fault.place < place
+                if self._fault.is_stuck or waits or self._is_cut_off() or is_last or is_late:
                     self._end(self._fault)
+
+    def _is_cut_off(self) -> bool:
+        return self._number != 0 and self._others[0].is_gone
 
     def _listen(self, seconds: float) -> None:
         """Reads what the others say for so long, or until one is gone: XLA aborts soon after process 0 is."""
@@ -154,27 +150,27 @@ class _Watchdog:
                     self._selector.unregister(one.connection)
                     one.is_gone, until = True, 0.0
                     continue
-                if "end" not in said:
-                    one.hear(said, time.monotonic())
+                if "fault" not in said:
+                    one.hear(tuple(said["place"]), said["waits"], said["ended"])
                 elif self._fault is None:
-                    self._note(_Fault(*said["end"]))
+                    reason, is_stuck, failed, place = said["fault"]
+                    self._note(_Fault(reason, is_stuck, failed, tuple(place)))
 
     def _note(self, fault: _Fault) -> None:
         self._fault, self._faulty_since = fault, time.monotonic()
 
-    def _tell(self, said: dict[str, Any], now: float) -> None:
-        """Says it to all; to one that is silent, and so may not read, seldom: what is unread must fit its buffer."""
+    def _tell(self, said: dict[str, Any]) -> None:
+        """Says it to all; but to one that is silent, and so may not read, only a fault: its buffer may become full."""
         for other in self._others.values():
-            is_silent = now - other.heard > _PAUSE_S and now - other.told < self._stuck_s / 20
-            if not other.is_gone and ("end" in said or not is_silent):
-                other.told = now
+            is_silent = time.monotonic() - other.heard > _PAUSE_S
+            if not other.is_gone and ("fault" in said or not is_silent):
                 with contextlib.suppress(OSError):
                     other.connection.send_bytes(json.dumps(said).encode())
 
     def _judge(self, now: float) -> _Fault | None:
         for number, other in self._others.items():
             if other.ended is None and other.is_gone:
-                return _Fault(f"process {number} is gone, {_last_step(other)}", False)
+                return _Fault(f"process {number} is gone, {_last_step(other)}")
             patience_s = self._patience_s(other)
             if other.ended is None and now - other.heard > patience_s:
                 return _Fault(f"process {number} has not answered for {patience_s:g} s, {_last_step(other)}", True)
@@ -182,26 +178,27 @@ class _Watchdog:
             return None
         everyone = {0: self._mine, **dict(sorted(self._others.items()))}
         newest = max(one.place for one in everyone.values())
-        is_one_missed = False
-        for number, one in everyone.items():
-            # Collectives are not compared: those of two processes alone, as send, need none of the others.
-            if one.ended is None or not (one.ended or one.place[:2] < newest[:2]):
-                continue
-            is_one_missed = True
+        # Collectives are not compared: those of two processes alone, as send, need none of the others.
+        missed = {
+            number: one
+            for number, one in everyone.items()
+            if one.ended or (one.ended is not None and one.place[:2] < newest[:2])
+        }
+        for number, one in missed.items():
             if one.is_gone or now - one.ended_at > GRACE_S:
-                how = f"failed, {_last_step(one)}: {one.ended}"
-                if not one.ended:
-                    how = f"has ended, {_last_step(one)}, and others began {_name(newest, one.place)}"
-                return _Fault(f"process {number} {how}", False, number if one.ended else -1, one.place)
+                if one.ended:
+                    return _Fault(f"process {number} failed, {_last_step(one)}: {one.ended}", False, number, one.place)
+                began = f"others began {_name(newest, one.place)}"
+                return _Fault(f"process {number} has ended, {_last_step(one)}, and {began}", place=one.place)
         live = {number: one for number, one in everyone.items() if one.ended is None}
-        if is_one_missed or not live:
+        if missed or not live:
             return None
-        behind = [number for number, one in live.items() if one.place < newest]
+        behind = [str(number) for number, one in live.items() if one.place < newest]
         last = min(live.values(), key=lambda one: one.place)
         patience_s = self._patience_s(last)
         if behind and now - max(one.moved for one in everyone.values()) > patience_s:
-            numbers, name = ", ".join(map(str, behind)), _name(newest, last.place)
-            return _Fault(f"process {numbers} did not begin {name} within {patience_s:g} s of the others", True)
+            late = f"did not begin {_name(newest, last.place)} within {patience_s:g} s of the others"
+            return _Fault(f"process {', '.join(behind)} {late}", is_stuck=True)
         is_first = newest[:2] <= (1, 0)  # which compiles
         if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self._stuck_s:
             return _Fault(f"no process has finished {_name(newest)} within {self._stuck_s:g} s", is_stuck=True)
@@ -221,16 +218,14 @@ class _Watchdog:
             if fault.is_stuck:
                 faulthandler.dump_traceback(stderr)
             sys.stdout.flush()
-            if self._number == 0 or not self._others[0].is_gone:
+            if not self._is_cut_off():  # else XLA aborts this process at once
                 time.sleep(_LAST_WORDS_S)
-            # Until the processes that answer have ended: without process 0 XLA would abort them.
-            deadline = time.monotonic() + _OTHERS_S * (self._number == 0)
-            while (now := time.monotonic()) < deadline and any(
-                not one.is_gone and now - one.heard < _PAUSE_S for one in self._others.values()
-            ):
-                self._listen(_BEAT_S / 2)
+            deadline = time.monotonic() + _OTHERS_S
+            while self._number == 0 and (now := time.monotonic()) < deadline:
+                if all(one.is_gone or now - one.heard > _PAUSE_S for one in self._others.values()):
+                    break
+                self._listen(_BEAT_S)
         finally:
-            # At once without process 0: XLA aborts processes that miss it.
             os._exit(self._status if fault.failed == self._number else STATUS)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -252,7 +247,7 @@ class _Watchdog:
         self._others = {}
 
 
-def _name(place: tuple[int, ...], missed: tuple[int, ...] = (-1, 0, 0)) -> str:
+def _name(place: _Place, missed: _Place = (-1, 0, 0)) -> str:
     """What a process began, by the first number in which another has less."""
     step, call, collectives = place
     if missed[0] < step:
@@ -271,16 +266,14 @@ def watch(
     job: Job,
     connections: Mapping[int, Connection],
     stuck_s: float,
-    needs_first: bool = False,
     count_collectives: Callable[[], int] = lambda: 0,
 ) -> None:
     """Starts the thread, whose the connections of ``meet`` become.
 
-    ``stuck_s`` are seconds without a word, or in which none goes further. With ``needs_first`` no process lives on
-    without process 0, as under JAX, whose coordinator it is.
+    ``stuck_s`` are seconds without a word, or in which none goes further.
     """
     global _watchdog
-    _watchdog = _Watchdog(job, connections, stuck_s, needs_first, count_collectives)
+    _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
 
 
 def begin_step(is_call: bool = False) -> None:

@@ -9,29 +9,25 @@ whose threads then share one arena, takes up to half again as long.
 import ctypes
 import platform
 
-_TRIM_THRESHOLD_BYTES, _TOP_PAD_BYTES = 2_000_000_000, 64 * 2**20
-# The numbers are those of malloc.h; the names are environment variables with the same effect.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+# Environment variables of glibc: the number of each in malloc.h, and its value.
 _SETTINGS = {
-    _M_ARENA_MAX: ("MALLOC_ARENA_MAX", 1),
-    _M_MMAP_MAX: ("MALLOC_MMAP_MAX_", 0),
-    _M_TRIM_THRESHOLD: ("MALLOC_TRIM_THRESHOLD_", _TRIM_THRESHOLD_BYTES),
-    _M_TOP_PAD: ("MALLOC_TOP_PAD_", _TOP_PAD_BYTES),
+    "MALLOC_ARENA_MAX": (-8, 1),
+    "MALLOC_MMAP_MAX_": (-4, 0),
+    "MALLOC_TRIM_THRESHOLD_": (-1, 2_000_000_000),
+    "MALLOC_TOP_PAD_": (-2, 64 * 2**20),
 }
 # For processes still to be started: arenas in which threads have allocated before, such as torch's, do not change.
-ENVIRONMENT = {name: str(value) for name, value in _SETTINGS.values()}
+ENVIRONMENT = {name: str(value) for name, (_, value) in _SETTINGS.items()}
 
 
 def keep_freed_memory() -> bool:
     """Makes glibc reuse freed memory instead of returning it to the system; call it before JAX starts.
 
     The process never shrinks again, so call it in programs that only train. It has little effect once another library
-    has started threads, as importing torch does: start the process with ``ENVIRONMENT`` instead.
-
-    Returns:
-        Whether it was set; False where the C library is not glibc, and nothing changes.
+    has started threads, as importing torch does: start the process with ``ENVIRONMENT`` instead. Gives whether it was
+    set: not where the C library is not glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(number, value) for number, (_, value) in _SETTINGS.items())
+    return all(mallopt(number, value) for number, value in _SETTINGS.values())

@@ -1,6 +1,5 @@
 import pytest
 
-from jaxddp.comparison_test import refusal
 from jaxddp.training.clock import stopwatch, summarize
 
 
@@ -9,7 +8,6 @@ def test_summary_is_median_and_percentiles_in_ms():
     seconds = [0.001 * value for value in (10, 3, 7, 0, 1, 9, 5, 2, 8, 4, 6)]
     assert summarize(seconds) == pytest.approx((5.0, 1.0, 9.0))
     assert summarize([0.25]) == (250.0, 250.0, 250.0)
-    assert "seconds (=[]) must hold at least one duration" in refusal(summarize, [])
 
 
 def test_stopwatch_times_the_call_alone(monkeypatch):

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ..mesh import no_mesh
-from ..processes.replicas import ReplicaError
+from ..processes.replicas import replicas_differ
 from ..tree import named_leaves
 from .step import TrainState
 
@@ -42,7 +42,7 @@ def compare_replicas(state: TrainState, mesh: Mesh) -> None:
                 differing.setdefault(name, []).extend(others)
     if differing:
         name, others = next(iter(differing.items()))
-        raise ReplicaError(name, tuple(sorted(others)), len(differing) - 1, int(state.step))
+        raise replicas_differ(name, sorted(others), len(differing) - 1, int(state.step))
 
 
 def _all_checksums(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:

@@ -1,7 +1,6 @@
 """``python -m torchref train``: trains a language model of bytes, as ``python -m jaxddp train`` does."""
 
 import argparse
-import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -66,7 +65,7 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
         raise ValueError(f"devices (={options.devices}) must be the job's processes (={num_ranks}), a rank each")
     device = init_from_env(stuck_s=options.stuck_s)
     options.check_batch_size(dist.get_world_size())
-    check_alike(options.fingerprint | {"text_bytes": corpus.num_bytes, "text_crc32": corpus.crc32})
+    check_alike(options.alike(corpus))
 
     module = build(options.model, seed=options.seed)
     if options.weights is not None:
@@ -80,18 +79,7 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
     say(f"{options.model} ({num_params:,} parameters) on {_describe(device)}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
-    training = _Training(trainer)
-    opened = None if options.checkpoint is None else Checkpoints(options.checkpoint, warn=say)
-    with opened or contextlib.nullcontext() as folder:
-        num_batches = command.resume(options, corpus, training, folder, say)
-        if training.num_steps >= options.steps:
-            return []
-        reports = command.take_steps(options, corpus, training, folder, num_batches, say, lambda report: None)
-    planned = net.planned_collectives(num_microbatches=options.microbatches)
-    issued = [(one.kind, one.num_bytes) for one in training.issued]
-    for line in command.summary(options, reports, planned, issued, "issued"):
-        say(line)
-    return reports
+    return command.take_steps(options, corpus, _Training(trainer, net), Checkpoints, say)
 
 
 class _Training:
@@ -99,16 +87,23 @@ class _Training:
 
     is_noted_by_jax = False
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self.issued = trainer, list[Issued]()
+    def __init__(self, trainer: Trainer, net: DataParallel) -> None:
+        self._trainer, self._net, self._issued = trainer, net, list[Issued]()
         self.place = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
+
+    def start(self, batch: Batch) -> None:
+        """Nothing is compiled."""
+
+    def collectives(self) -> tuple[Any, Any, str]:
+        planned = self._net.planned_collectives(num_microbatches=self._trainer.num_microbatches)
+        return planned, [(one.kind, one.num_bytes) for one in self._issued], "issued"
 
     @property
     def num_steps(self) -> int:
         return self._trainer.num_steps
 
     def step(self, batch: Batch) -> dict[str, float]:
-        with record() as self.issued:
+        with record() as self._issued:
             metrics = self._trainer.step(_to_device(batch))
         if group_device().type == "cuda":
             torch.cuda.synchronize()

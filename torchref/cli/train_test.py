@@ -29,7 +29,7 @@ def text(tmp_path):
 BAD_INPUT = {
     "train --strategy fast": f"unknown strategy 'fast': one of {', '.join(STRATEGIES)}",
     "train --strategy flat --bucket-mb 3": "strategy 'flat' has no buckets: leave out bucket_mb (=3)",
-    "train --model tiny": "model (='tiny') must be one that reads bytes: byte, ",
+    "train --model tiny": "argument --model: invalid choice: 'tiny' (choose from ",
     "train --devices 2": "devices (=2) must be the job's processes (=1), a rank each",
     "train --devices 2 --processes 4": "devices (=2) must be processes (=4): a rank is a process",
     "train --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
