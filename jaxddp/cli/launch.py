@@ -84,6 +84,7 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     With ``log_dir`` process 0 alone is shown. All are started again after one has failed, but not after a signal.
     """
     check_integer("num_processes", num_processes)
+    check_integer("max_restarts", max_restarts, 0)
     for restart in range(max_restarts + 1):
         status, is_signalled = _Processes(command, num_processes, log_dir, restart).wait()
         if status == 0 or is_signalled or restart == max_restarts:

@@ -9,9 +9,8 @@ at the end of the step the ranks agree:
 | others: counts, keys   | x_0                      | x_0                                         |
 
 It is one all-reduce for floats and one for each other dtype, beside those of the gradients; 16-bit floats are summed in
-float32. The mean of
-running variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function
-average over the axis (``flax.linen.BatchNorm(axis_name="data")``).
+float32. The mean of running variances is that of the ranks' batches, not the variance of the global batch: for that,
+let the loss function average over the axis (``flax.linen.BatchNorm(axis_name="data")``).
 
 A micro-batch of weight 0 (``Weighted``) leaves the state as it was: statistics of no examples are often 0 / 0. PRNG
 keys are folded with the rank when a step begins, or all ranks would draw the same dropout mask from them; rank 0 takes
