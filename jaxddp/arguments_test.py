@@ -62,7 +62,6 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
     "measured": jaxddp.network.measured,
-    "plan of sync_gradients": lambda value: jaxddp.sync_gradients(PARAMS, value, "data"),
     "plan of a batch": lambda value: trainer().plan(trainer().init(PARAMS), value),
     "a mesh of a target": jaxddp.targets.target_of,
     "timeout_s": lambda value: jaxddp.start_process("127.0.0.1:1", 1, 0, timeout_s=value),

@@ -77,6 +77,8 @@ def axes_of_ranks(num_ranks: int, axis: str, replicas: int) -> dict[str, int]:
     replicas = check_integer("replicas", replicas)
     if replicas == 1:
         return {axis: num_ranks}
+    if axis == REPLICA_AXIS:
+        raise ValueError(f"axis (={axis!r}) must not be the axis of the replicas")
     if num_ranks % replicas or num_ranks == replicas:
         raise ValueError(f"replicas (={replicas}) must divide num_ranks (={num_ranks}) into groups of at least 2 ranks")
     return {REPLICA_AXIS: replicas, axis: num_ranks // replicas}

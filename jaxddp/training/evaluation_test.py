@@ -205,8 +205,8 @@ def marks(kind):
     ("batches", "eval_fn", "message"),
     [
         ([], mean_x, "batches hold no examples"),
-        ("x", mean_x, "batch must be arrays whose dimension 0 counts examples"),
-        ((X, X[:3]), mean_x, "the same number in all, not {'0': 7, '1': 3}"),
+        ("x", mean_x, "must be arrays whose dimension 0 counts examples"),
+        ((X, X[:3]), mean_x, "batch (={'0': 7, '1': 3}) must be arrays"),
         (X, lambda params, x: x, "eval_fn (=<lambda>) must return a dict"),
         (X, marks(jnp.mean), "must be marked as jaxddp.Mean, Sum or PerExample"),
         (X, marks(lambda x: jaxddp.Sum(x.sum())), "'a' (=Sum of []) must have the 4 examples"),

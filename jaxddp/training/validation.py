@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -63,11 +64,14 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
 
 def count_examples(batch: Any) -> int:
     """Counts the examples of a batch, which may be none; refuses leaves that are no arrays or differ in length."""
-    lengths: dict[str, Any] = {name: getattr(leaf, "shape", ())[:1] for name, leaf in named_leaves(batch).items()}
-    if len({*lengths.values()}) != 1 or () in lengths.values():
-        found = {name: length[0] if length else "none" for name, length in lengths.items()}
-        raise ValueError(f"batch must be arrays whose dimension 0 counts examples, the same number in all, not {found}")
-    return next(iter(lengths.values()))[0]
+    leaves = named_leaves(batch)
+    found = {
+        name: leaf.shape[0] if getattr(leaf, "shape", ()) else type(leaf).__name__ for name, leaf in leaves.items()
+    }
+    lengths = {*found.values()}
+    if len(lengths) != 1 or not isinstance(length := lengths.pop(), int):
+        raise ValueError(f"batch (={found}) must be arrays whose dimension 0 counts examples, the same number in all")
+    return length
 
 
 def host_arrays(batch: Any) -> Any:
@@ -80,7 +84,11 @@ def host_arrays(batch: Any) -> Any:
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
             continue
-        array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf  # noqa: PLW2901
+        if str(getattr(leaf, "dtype", "")) == "torch.bfloat16":  # NumPy has none of its own
+            leaves[place] = jnp.from_dlpack(leaf)
+            continue
+        array = np.asarray(leaf)
         kept = jax.dtypes.canonicalize_dtype(array.dtype)
         if array.dtype.kind in "iu" and array.dtype != kept and (array != array.astype(kept)).any():
             name = [*named_leaves(batch)][place]
