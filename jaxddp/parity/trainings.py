@@ -164,7 +164,8 @@ def under_strategies(
             try:
                 state = trainer.init(task.params, model_state=task.model_state)
             except ValueError as error:
-                if not is_all or not strategy.name.startswith("zero"):  # the others take every optimizer
+                shards = strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce"
+                if not is_all or not shards:  # those that do not shard take every optimizer
                     raise
                 results.append(Result(strategy.name, count, None, refused=str(error)))
             else:
