@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +17,6 @@ from jaxddp.training.data import Batch, Corpus
 from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
-# What is timed beside training, to predict its steps: see ``buckets.py``.
-FORWARD_BACKWARD, AT_ONCE = "forward and backward", "forward and backward beside all-reduces"
-NUM_PROBED = 4  # all-reduces in a row that the probe "all-reduce BYTES" times at once
 SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
 PEERS = {
@@ -70,8 +67,6 @@ class Run(NamedTuple):
     weights: Callable[[], dict[str, np.ndarray]]  # whole, in float32, by the names of torch; every rank must ask
     planned: list[tuple[str, int]] | None = None  # ``(kind, bytes)`` of the planned collectives; None of a peer
     found: list[tuple[str, int]] | None = None  # those of the compiled program, or that torch's first step issued
-    buckets: Sequence[Sequence[tuple[str, int]]] = ()  # torch's names and bytes of each one's tensors, as launched
-    ready_shares: Mapping[str, float] = {}  # of JAX: of the products done before a gradient is ready, by torch's names
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,6 @@ class TrainingSetup:
     dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
     learning_rate: float = LEARNING_RATE  # of AdamW, with weight decay 0.01
     with_baselines: bool = True  # whether each strategy also runs with its communication removed
-    probe_bytes: tuple[int, ...] = ()  # of all-reduces that are timed alone, as forward and backward are; and both
 
     @property
     def frameworks(self) -> tuple[str, ...]:
