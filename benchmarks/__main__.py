@@ -48,7 +48,6 @@ def make_options() -> dict[str, dict[str, Any]]:
         "target": {"metavar": "SPEC", "help": "chip and count to compile for, such as h100:8"},
         "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "bucket caps"},
         "sizes_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "buffers"},
-        "nccl_tests": {"nargs": "+", "metavar": "FILE", "help": "what nccl-tests printed, to show beside ours"},
         "minutes": {"type": positive(float), "metavar": "N", "help": "of each framework (default: 60)"},
         "seed": {"type": int, "metavar": "N", "help": "of the faults (default: 0)"},
         "framework": {"choices": ("jax", "torch", "both"), "help": "what is trained (default: jax)"},
