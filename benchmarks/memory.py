@@ -26,7 +26,7 @@ from .benchmark import WRONG, Benchmark, Case, Options, Say
 from .ranks import FRAMEWORKS, Ranks, about, num_gpus
 from .render import CHECK, Column, Row, mib
 from .training.jax_side import JaxSide
-from .training.setup import QUICK_MODEL, StrategySpec, TrainingSetup, check_batch, check_known, make_setup
+from .training.setup import QUICK_MODEL, StrategySpec, TrainingSetup, check_batch, make_setup
 from .training.torch_side import TorchSide
 
 COMPONENTS = {
@@ -51,8 +51,6 @@ def cases(options: Options) -> list[Case]:
     """Each strategy, for ``h100:2`` or what was named; then on the GPUs that are here."""
     model, target = options.model or (QUICK_MODEL if options.quick else "seed_xl"), options.target or "h100:2"
     names, batch_size = options.strategies or (OF_EACH_STAGE if options.quick else STRATEGIES), options.batch_size or 32
-    check_known("model", [model], SIZES)
-    check_known("strategy", names, STRATEGIES)
     check_batch(batch_size, targets.target(target).num_devices, of="devices")
     found = [Case(name, MemorySetup(model, target, name, batch_size)) for name in names]
     if num_gpus():

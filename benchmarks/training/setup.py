@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -141,13 +141,6 @@ def temporary_bytes(setup: TrainingSetup) -> int:
     return size * (tokens * (config.num_layers * layer + 2 * config.vocab) + config.num_params)
 
 
-def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ValueError if a name of ``what``, such as a model, is not among the known ones."""
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}: one of {', '.join(known)}")
-
-
 def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
     """Raises ValueError if a batch cannot be split evenly."""
     if batch_size % num_ranks:
@@ -156,7 +149,6 @@ def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
 
 def spec_of(name: str, model: str) -> StrategySpec:
     """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
-    check_known("strategy", [name], NAMES)
     large = SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
     has_cap = name in PEERS["torchref"][:3] or is_bucketed(name)
     return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
@@ -179,7 +171,6 @@ def make_setup(
         num_steps = GPU_QUICK_STEPS if options.quick else GPU_STEPS
     model, num_steps, dtype = options.model or model, options.steps or num_steps, options.dtype or "f32"
     batch_size = options.batch_size or -(-batch_size // ranks.num) * ranks.num
-    check_known("model", [model], SIZES)
     check_batch(batch_size, ranks.num)
     if dtype == "tf32" and not on_gpus:
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")
