@@ -125,20 +125,10 @@ class TrainingSetup:
 def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
     """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs."""
     params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
-    # Parameters and two moments; torch also keeps gradients until the next step, JAX's are in a step's temporaries.
-    copies = sum(setup.num_runs(one) * (4 if one == "torchref" else 3) for one in frameworks)
+    copies = 4 * sum(map(setup.num_runs, frameworks))  # parameters, two moments and gradients
     on_gpu = setup.ranks.kind == "gpus"
-    held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
+    held = params * copies + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
     return held if on_gpu or setup.ranks.is_job else setup.ranks.num * held
-
-
-def temporary_bytes(setup: TrainingSetup) -> int:
-    """Bytes of a step's activations and gradients, roughly: the compiled step of seed_xl has 2.4 GiB for 16 x 128."""
-    config, size = SIZES[setup.model], 2 if setup.dtype == "bf16" else 4
-    tokens = setup.global_batch // setup.ranks.num * config.context
-    # Of a token in a layer: norms, query, key, value, mix and output; scores and their softmax; gate, up and product.
-    layer = 8 * config.width + 2 * config.num_heads * config.context + 4 * config.hidden
-    return size * (tokens * (config.num_layers * layer + 2 * config.vocab) + config.num_params)
 
 
 def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
