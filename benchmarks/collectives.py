@@ -184,11 +184,9 @@ BENCHMARK = Benchmark(
     },
     plot,
     notes=(
-        "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
         "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"
-        " rank has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1",
-        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute; XLA's are read back"
-        " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
-        " all-gather",
+        " rank has to send, as nccl-tests have it",
+        "found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute, of XLA as compiled, of torch as"
+        " issued; over Gloo, others replace XLA's reduce-scatter and all-gather",
     ),
 )  # fmt: skip

@@ -5,8 +5,7 @@
 State that lives across steps must be that of the layout to the byte; the formula leaves padding out.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +13,14 @@ import jax
 import jaxddp
 from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import transformer_training
-from jaxddp.instruments.memory import held_bytes, step_memory
+from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.models import SIZES
 from jaxddp.planning.formulas import state_bytes
 
 from .benchmark import WRONG, Benchmark, Case, Options, Say
-from .render import CHECK, Column, Row, mib
+from .render import CHECK, Column, mib
 from .training.setup import QUICK_MODEL, check_batch
 
-COMPONENTS = {
-    "parameters": ("parameters",), "optimizer state": ("optimizer_state",), "batch": ("batch",),
-    "others": ("others", "padding"), "within the step": ("temporaries",),
-}  # fmt: skip
 OF_EACH_STAGE = ("bucketed", "zero1", "zero2", "zero3")
 
 
@@ -62,14 +57,10 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
         "framework": "jaxddp", "device": setup.target, "num_ranks": mesh.size, "strategy": setup.strategy,
         "model": setup.model, "dtype": "float32", "global_batch": setup.batch_size,
         "microbatch": setup.batch_size // mesh.size, "versions": {"jax": jax.__version__},
-        "compiled": memory._asdict(), "compiled_bytes": sum(memory), "state_bytes": memory.state,
+        **memory._asdict(), "compiled_bytes": sum(memory), "state_bytes": memory.state,
         "formula_bytes": formula.parameters + formula.optimizer_state,
         "check": f"{WRONG}{apart:+,} bytes" if apart else "ok",
     }  # fmt: skip
-
-
-def _held(row: Row, keys: Sequence[str]) -> int | None:
-    return sum(row["compiled"][key] for key in keys) if row.get("compiled") else None
 
 
 BENCHMARK = Benchmark(
@@ -78,13 +69,13 @@ BENCHMARK = Benchmark(
     {
         "Bytes on each device by strategy": (
             Column("strategy", lambda row: row.get("strategy") or row.get("case")), Column("device"),
-            *(Column(name, partial(_held, keys=keys), "MiB", mib) for name, keys in COMPONENTS.items()),
+            *(Column(name.replace("_", " "), name, "MiB", mib) for name in DeviceBytes._fields),
             Column("compiled", "compiled_bytes", "MiB", mib), Column("state", "state_bytes", "MiB", mib),
             Column("by formula", "formula_bytes", "MiB", mib), CHECK,
         ),
     },
     notes=(
-        "within the step: temporaries as the compiler laid them out, activations, gradients and buckets together",
+        "temporaries: within the step, as the compiler laid them out: activations, gradients and buckets together",
         "state: what lives across steps, parameters and optimizer state to the byte as the layout has them; by formula:"
         " without padding, counters and key",
     ),

@@ -42,14 +42,14 @@ def cases(options: Options) -> list[Case]:
         )  # fmt: skip
         setup = replace(setup, strategies=strategies_of(names, setup.model), with_baselines=False)
         for group in setup.groups():
-            name = f"{count} ranks, batch {size}, {' and '.join(group)}"
-            found.append(Case(name, (setup, group, its_modes)))
+            name = f"{count} ranks, batch {size}, {' and '.join(group.frameworks)}"
+            found.append(Case(name, (group, its_modes)))
     return found
 
 
 def measure_case(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a case, one for each mode that it serves."""
-    *setup, modes = case.setup
+    setup, modes = case.setup
     for row in measure_steps(case._replace(setup=setup), say):
         yield from (row | {"mode": mode} for mode in modes)
 

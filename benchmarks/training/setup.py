@@ -94,41 +94,40 @@ class TrainingSetup:
         """Examples of a batch over all ranks."""
         return len(next(iter(self.batches[0].values())))
 
-    def of(self, frameworks: tuple[str, ...]) -> TrainingSetup:
-        """The part of some frameworks."""
-        return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
-
     def baselines(self, framework: str) -> list[StrategySpec]:
         """The strategies that also run without communication: none on one rank, which has none; of peers one can."""
         able = (*STRATEGIES, "DistributedDataParallel") if self.with_baselines and self.ranks.num > 1 else ()
         return [one for one in self.strategies[framework] if one.name in able]
 
-    def num_runs(self, framework: str) -> int:
-        """Training runs that a framework keeps side by side: single-process training is one of them."""
-        return 1 + len(self.strategies[framework]) + len(self.baselines(framework))
+    @property
+    def num_runs(self) -> int:
+        """Training runs side by side: in each framework single-process training is one of them."""
+        return sum(1 + len(self.strategies[one]) + len(self.baselines(one)) for one in self.frameworks)
 
-    def groups(self) -> list[tuple[str, ...]]:
-        """The frameworks that share processes and rounds: both, if they fit together; a ValueError if one does not."""
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the runs need: of each GPU, or of all ranks together on CPUs."""
+        copies = 4 * self.num_runs  # parameters, two moments and gradients
+        held = copies * SIZES[self.model].num_params * (2 if self.dtype == "bf16" else 4)
+        if self.ranks.kind == "gpus":
+            return held + _CONTEXT_BYTES
+        return (held + PROCESS_BYTES) * (1 if self.ranks.is_job else self.ranks.num)
+
+    def groups(self) -> list[TrainingSetup]:
+        """The parts that share processes and rounds: all, if both frameworks fit; a ValueError if one does not."""
         free = free_bytes(self.ranks.kind)
-        if self.ranks.kind != "simulated" and needed_bytes(self, self.frameworks) <= free:
-            return [self.frameworks]
-        for one in self.frameworks:
-            most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
-            if (needed := needed_bytes(self, (one,))) > most:
+        if self.ranks.kind != "simulated" and self.needed_bytes <= free:
+            return [self]
+        # torch compiles nothing, so its rows come first
+        parts = [replace(self, strategies={one: self.strategies[one]}) for one in reversed(self.frameworks)]
+        for part in parts:
+            most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and "jaxddp" in part.frameworks else free
+            if (needed := part.needed_bytes) > most:
                 raise ValueError(
-                    f"model (={self.model}) must fit into memory: {self.num_runs(one)} training runs of {one} side by"
-                    f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
+                    f"model (={self.model}) must fit into memory: {part.num_runs} training runs side by side"
+                    f" need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
-        return [(one,) for one in reversed(self.frameworks)]  # torch compiles nothing, so its rows come first
-
-
-def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
-    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs."""
-    params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
-    copies = 4 * sum(map(setup.num_runs, frameworks))  # parameters, two moments and gradients
-    on_gpu = setup.ranks.kind == "gpus"
-    held = params * copies + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
-    return held if on_gpu or setup.ranks.is_job else setup.ranks.num * held
+        return parts
 
 
 def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
