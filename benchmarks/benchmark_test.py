@@ -98,7 +98,6 @@ def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["report", str(tmp_path)]) == 0
     assert "naive" in (tmp_path / "report.html").read_text() and "naive" in capsys.readouterr().out
-    for damage in ('{"benchmark": "main"}', "[1, 2]", '{"check": "o'):
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + damage + "\n")
-        assert main(["report", str(tmp_path)]) == 2
-        assert "line 2 of " in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"check": "o')
+    assert main(["report", str(tmp_path)]) == 2
+    assert "must have a row in each line" in capsys.readouterr().err

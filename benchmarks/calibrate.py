@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp import STRATEGIES, targets
+from jaxddp import targets
 from jaxddp.instruments.inspect import Training, inspect, transformer_training
 from jaxddp.instruments.memory import step_memory
 from jaxddp.instruments.trace import PRODUCTS, read_trace
@@ -31,7 +31,7 @@ from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
 from .ranks import Ranks, about, choose_ranks, mesh_of, say_on_rank, slowest
 from .render import CHECK, Column, Row, mib, new_figure, percent
 from .training.jax_side import place
-from .training.setup import DTYPES, QUICK_MODEL, check_batch, check_known
+from .training.setup import DTYPES, QUICK_MODEL, check_batch
 
 STEPS_IN_A_ROW, WARMUP, PROFILED = 10, 5, 3
 MODELS = ("small", "seed_xl", "medium", "large")
@@ -65,8 +65,6 @@ def cases(options: Options) -> list[Case]:
     models = [options.model] if options.model else of_all
     dtypes = [options.dtype] if options.dtype else DTYPES if on_gpus and not options.quick else ["f32"]
     strategies = options.strategies or ["bucketed"]
-    check_known("model", models, SIZES)
-    check_known("strategy", strategies, STRATEGIES)
     target = targets.target(options.target or f"{_chip_here() if on_gpus else 'h100'}:{ranks.num}")
     if target.num_devices != ranks.num:
         raise ValueError(f"target (={target.spec}) must have as many devices as there are ranks (={ranks.num})")

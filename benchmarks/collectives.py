@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from jaxddp.network import GB, nccl_tests
-from jaxddp.planning.formulas import fit_sweep
 from jaxddp.training.clock import summarize
 
 from .benchmark import FAILED, NOT_RUN, WRONG, Benchmark, Case, Options, Say
 from .collective_calls import jax_call, torch_call
 from .collective_cases import NAMES, QUICK_NAMES, rates
 from .ranks import PROCESS_BYTES, Ranks, about, agree, choose_ranks, free_bytes, gather, num_gpus, say_on_rank, slowest
-from .render import CHECK, STEP, Column, Row, by, counts, new_figure, percent, size
+from .render import CHECK, STEP, Column, Row, by, counts, new_figure, size
 from .timing import Attempts, interleave
 
 RANKS = (2, 4, 6)  # as in the assignment report
@@ -33,8 +31,6 @@ BUDGET_S, QUICK_BUDGET_S = 3.0, 1.0  # of the timed rounds of a size
 # Peak memory of a rank, in full buffers, with its inputs: measured on 2 ranks in the framework that needs more, rounded
 # up. Gloo and rings copy, and freed memory that a process keeps is fragmented.
 HELD = 12.5
-NCCL_TESTS, DTYPES = "nccl-tests", {"float": "float32", "half": "float16", "double": "float64"}
-FITS = "What the sizes of one collective have in common"
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Sweep:
 
 
 def cases(options: Options) -> list[Case]:
-    """Each backend with 2, 4 and 6 ranks, on GPUs also with all of them; then the files of nccl-tests."""
+    """Each backend with 2, 4 and 6 ranks, on GPUs also with all of them."""
     if options.steps is not None and options.steps < MIN_ROUNDS:
         raise ValueError(f"steps (={options.steps}) must be at least {MIN_ROUNDS} rounds, or the spread means nothing")
     if options.ranks == 1:
@@ -61,14 +57,13 @@ def cases(options: Options) -> list[Case]:
         sizes = tuple(sorted({int(one * MIB) for one in options.sizes_mb}))
         if sizes[0] < KIB:
             raise ValueError(f"sizes_mb (={sizes[0] / MIB:g}) must be at least 1 KiB, {KIB / MIB:g} MiB")
-    found = []
-    for ranks, framework in _backends(options):
-        sweep = Sweep(framework, ranks, names, sizes, options.steps, budget_s)
-        found.append(Case(f"{ranks.backend(framework)}, {ranks.num} ranks", sweep))
-    for path in options.nccl_tests or ():
-        nccl_tests.read_file(path)  # a wrong one is refused before anything is measured
-        found.append(Case(f"{NCCL_TESTS}, {path}", path))
-    return found
+    return [
+        Case(
+            f"{ranks.backend(framework)}, {ranks.num} ranks",
+            Sweep(framework, ranks, names, sizes, options.steps, budget_s),
+        )
+        for ranks, framework in _backends(options)
+    ]
 
 
 def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
@@ -85,10 +80,7 @@ def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
 
 
 def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
-    """Rows of a file of nccl-tests or of a sweep, collective by collective."""
-    if isinstance(case.setup, str):
-        yield from rows_of_file(case.setup)
-        return
+    """Rows of a sweep, collective by collective."""
     sweep: Sweep = case.setup
     say(f"{case.name}: {size(sweep.sizes[0])} to {size(sweep.sizes[-1])}")
     (sizes, left_out), ranks, framework = fitting(sweep), sweep.ranks, sweep.framework
@@ -97,19 +89,6 @@ def measure(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     common = {"framework": framework, "backend": ranks.backend(framework), "num_ranks": ranks.num}
     rows += [common | {"asked_bytes": asked, "check": f"{NOT_RUN}{why}"} for asked, why in left_out]
     yield from rows
-
-
-def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
-    """A row for each size of what nccl-tests printed; raises ValueError if it is no such output, OSError if unread."""
-    for line in nccl_tests.read_file(path):
-        # The bandwidths that it prints are rounded to 0.01 GB/s, so that small sizes have none.
-        algbw, busbw = rates(line.collective, line.num_bytes, line.time_us * 1e-6, line.num_ranks)
-        yield {
-            "framework": NCCL_TESTS, "backend": "NCCL", "device": line.device or "GPU", "num_ranks": line.num_ranks,
-            "collective": line.collective, "asked_bytes": line.num_bytes, "size_bytes": line.num_bytes,
-            "dtype": DTYPES.get(line.dtype, line.dtype), "in_a_row_us": line.time_us, "algbw_gb_per_s": algbw,
-            "busbw_gb_per_s": busbw, "check": f"{WRONG}{line.num_wrong} values" if line.num_wrong else "ok",
-        }  # fmt: skip
 
 
 def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
@@ -175,29 +154,6 @@ def _time_calls(sweep: Sweep, asked: int, calls: dict[str, Any], attempt: Attemp
         yield row
 
 
-def fit_all(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Latency and rate fitted to the sizes of each collective."""
-    right = [row for row in rows if row["check"] == "ok" and row.get("median_ms")]
-    keys = ("framework", "backend", "num_ranks", "collective")
-    for of_sweep, some in by(right, *keys).items():
-        if len(some) < 3:
-            continue
-        common = {"table": FITS} | dict(zip(keys, of_sweep, strict=True))
-        sizes, times = (np.array([row[name] for row in some]) for name in ("size_bytes", "median_ms"))
-        try:
-            latency_s, bytes_per_s = fit_sweep(sizes, times * 1e-3)
-        except ValueError:
-            yield common | {"check": "poor: times do not grow with sizes"}
-            continue
-        fitted_ms = (latency_s + sizes / bytes_per_s) * 1e3
-        rate, worst = bytes_per_s / GB, float(np.max(np.abs(fitted_ms / times - 1)))
-        yield common | {
-            "alpha_us": latency_s * 1e6, "gb_per_s": rate, "worst_error": worst,
-            "bus_gb_per_s": rates(common["collective"], 10**9, 1 / rate, common["num_ranks"])[1],
-            "check": "ok" if worst <= 0.5 else f"poor: off by up to {worst:.0%}",
-        }  # fmt: skip
-
-
 def plot(rows: Sequence[Row]) -> Iterable[Any]:
     """Time of a call and bus bandwidth by size, a row of panels for each collective."""
     placed = by([row for row in rows if row.get("busbw_gb_per_s")], "collective")
@@ -214,36 +170,23 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
         yield figure
 
 
-_HEAD = (
-    Column("collective", lambda row: (row.get("collective") or row.get("case") or "").replace("_", "-")),
-    Column("framework"),
-    Column("backend"),
-    Column("ranks", "num_ranks"),
-)
 BENCHMARK = Benchmark(
-    "collectives", "every collective by size, ranks and backend, with fitted latency and bandwidth",
-    ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "sizes_mb", "nccl_tests"), cases, measure,
+    "collectives", "every collective by size, ranks and backend",
+    ("quick", "ranks", "on", "hosts", "rate_mbit", "steps", "sizes_mb"), cases, measure,
     {
         "Calls by collective and size": (
-            *_HEAD, Column("size", "asked_bytes", form=size), *STEP, Column("rounds", "num_rounds"),
-            Column("in a row", "in_a_row_us", "us"), Column("algbw", "algbw_gb_per_s", "GB/s"),
-            Column("busbw", "busbw_gb_per_s", "GB/s"), Column("planned", form=counts),
-            Column("found", "compiled", form=counts), Column("kernel"), CHECK,
-        ),
-        FITS: (
-            *_HEAD, Column("latency", "alpha_us", "us"), Column("rate", "gb_per_s", "GB/s"),
-            Column("a rank sends", "bus_gb_per_s", "GB/s"), Column("worst error", "worst_error", form=percent), CHECK,
+            Column("collective", lambda row: (row.get("collective") or row["case"]).replace("_", "-")),
+            Column("framework"), Column("backend"), Column("ranks", "num_ranks"),
+            Column("size", "asked_bytes", form=size), *STEP, Column("rounds", "num_rounds"),
+            Column("algbw", "algbw_gb_per_s", "GB/s"), Column("busbw", "busbw_gb_per_s", "GB/s"),
+            Column("planned", form=counts), Column("found", "compiled", form=counts), Column("kernel"), CHECK,
         ),
     },
-    plot, fit_all,
-    (
-        "time: of a round the slowest rank's; the collectives of a size take turns, backends run one after the other",
+    plot,
+    notes=(
         "algbw: bytes of the full buffer over the time of a call; busbw: algbw times the share of the buffer that a"
-        " rank has to send: 2 (N-1)/N of an all-reduce, (N-1)/N of a reduce-scatter or all-gather, else 1",
-        "planned and found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute; XLA's are read back"
-        " from the compiled program, torch's are those issued. Over Gloo, others replace XLA's reduce-scatter and"
-        " all-gather",
-        "time of a call = latency + bytes of the buffer / rate; a rank sends: the rate as a busbw",
-        "in a row: a call of 20 between two synchronisations, as nccl-tests times them; ours are timed one by one",
+        " rank has to send, as nccl-tests have it",
+        "found: AR all-reduce, RS reduce-scatter, AG all-gather, CP collective-permute, of XLA as compiled, of torch as"
+        " issued; over Gloo, others replace XLA's reduce-scatter and all-gather",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sizes of every backend: what fits into memory, what is measured and checked, and what is fitted to it."""
+"""The sizes of every backend: what fits into memory, what is measured and checked."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import collectives
 from benchmarks.benchmark import Case
 from benchmarks.collective_calls import REPLACED, torch_call
 from benchmarks.collective_cases import NAMES
-from benchmarks.collectives import GIB, MIB, Sweep, fit_all, fitting, measure, time_sweep
+from benchmarks.collectives import GIB, MIB, Sweep, fitting, measure, time_sweep
 from benchmarks.ranks import Ranks
 from torchref.launch import shared_pool
 
@@ -70,27 +70,3 @@ def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch):
     sizes, left_out = fitting(Sweep("torchref", Ranks(2, "processes"), NAMES, (MIB, GIB, 4 * GIB), None, 1.0))
     assert sizes == [GIB, MIB] and [asked for asked, _ in left_out] == [4 * GIB]
     assert "4 GiB needs 101.0 GiB" in left_out[0][1]
-
-
-def call(backend, asked, ms, **more):
-    row = {"framework": "x", "backend": backend, "num_ranks": 4, "collective": "all_reduce", "asked_bytes": asked}
-    return row | {"size_bytes": asked, "median_ms": ms, "rounds_ms": [ms] * 5, "check": "ok"} | more
-
-
-def test_latency_and_rate_of_made_times():
-    sizes = [10**6, 2 * 10**6, 4 * 10**6, 8 * 10**6]
-    rows = [call("Gloo", size, 1 + size / 1e6) for size in sizes]  # 1 ms and 1 GB/s
-    rows += [call("XLA over Gloo", size, 2 + 2 * size / 1e6) for size in sizes[:2]]  # too few to fit
-    rows += [call("XLA over Gloo", sizes[2], 1e-3, check="WRONG: 1 values")]
-    (fit,) = fit_all(rows)
-    assert (fit["backend"], fit["alpha_us"], fit["gb_per_s"]) == ("Gloo", pytest.approx(1000), pytest.approx(1))
-    assert fit["bus_gb_per_s"] == pytest.approx(1.5) and fit["check"] == "ok"  # 2 (N-1)/N
-
-
-def test_a_sweep_that_two_numbers_do_not_describe_is_told():
-    shrinking = [call("Gloo", size, 1e3 / size) for size in (10, 20, 40)]
-    jumps = [
-        call("Gloo", size, ms) for size, ms in ((10**6, 1.0), (2 * 10**6, 9.0), (4 * 10**6, 2.5), (8 * 10**6, 40.0))
-    ]
-    assert next(fit_all(shrinking))["check"].startswith("poor: times do not grow")
-    assert next(fit_all(jumps))["check"].startswith("poor: off by up to")

@@ -267,15 +267,10 @@ def cases(options: Options) -> list[Case]:
     return [Case(name, predict) for name, predict in found.items() if name != COMPILED or not options.quick]
 
 
-def measure(case: Case, say: Say) -> Iterable[dict[str, Any]]:
-    """The rows of a table."""
-    rows: Iterable[dict[str, Any]] = case.setup(say)
-    return rows
-
-
 _HEAD = (Column("GPUs", "num_ranks"), Column("strategy"), Column("published", "published_ms", "ms"))
 BENCHMARK = Benchmark(
-    "published", "what the planner's formulas give for times that others published", ("quick",), cases, measure,
+    "published", "what the planner's formulas give for times that others published", ("quick",), cases,
+    lambda case, say: case.setup(say),
     {
         SCORES: (Column("score"), Column("rows", "count"), Column("median", "value"), Column("wanted"), CHECK),
         STEPS: (

@@ -15,7 +15,7 @@ from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, percent
 from .strategies import measure_steps
 from .timing import compare
-from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, make_setup, strategies_of
+from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, check_batch, make_setup, strategies_of
 
 NUM_RANKS, QUICK_RANKS, BATCH = 4, 2, 8
 EFFICIENCY = "Efficiency by number of ranks"
@@ -26,8 +26,7 @@ def cases(options: Options) -> list[Case]:
     default = QUICK_RANKS if options.quick else NUM_RANKS
     most = choose_ranks(options.ranks, options.on, default=default)
     batch_size = options.batch_size or -(-BATCH // most.num) * most.num
-    if batch_size % most.num:
-        raise ValueError(f"batch_size (={batch_size}) must be a multiple of the most ranks (={most.num})")
+    check_batch(batch_size, most.num)
     fewer = [2**power for power in range(most.num.bit_length()) if 2**power < most.num and not most.is_job]
     counts = [*fewer, most.num]
     modes = {(count, batch_size): ["strong"] for count in counts}
@@ -43,14 +42,14 @@ def cases(options: Options) -> list[Case]:
         )  # fmt: skip
         setup = replace(setup, strategies=strategies_of(names, setup.model), with_baselines=False)
         for group in setup.groups():
-            name = f"{count} ranks, batch {size}, {' and '.join(group)}"
-            found.append(Case(name, (setup, group, its_modes)))
+            name = f"{count} ranks, batch {size}, {' and '.join(group.frameworks)}"
+            found.append(Case(name, (group, its_modes)))
     return found
 
 
 def measure_case(case: Case, say: Say) -> Iterator[dict[str, Any]]:
     """Rows of a case, one for each mode that it serves."""
-    *setup, modes = case.setup
+    setup, modes = case.setup
     for row in measure_steps(case._replace(setup=setup), say):
         yield from (row | {"mode": mode} for mode in modes)
 

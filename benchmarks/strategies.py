@@ -37,12 +37,10 @@ COLUMNS = (
     CHECK,
 )
 NOTES = (
-    "step: median of the slowest rank over interleaved rounds, with p10 and p90; exposed: step time less that of the"
-    " same step without communication, in the same rounds (of jit: less naive without communication)",
-    "planned and compiled: gradient collectives (AR all-reduce, RS reduce-scatter, AG all-gather) of the plan, and as"
-    " read back from the compiled program; torchref compiles nothing, so its column lists those issued",
-    "check: planned equals compiled; weights, losses and gradient norms end where single-process training does; numbers"
-    " of a row that fails end in !. max diff: of any weight to single-process training",
+    "step: median of the slowest rank over interleaved rounds; exposed: step time less that of the same step without"
+    " communication, in the same rounds (of jit: less naive without communication)",
+    "compiled: gradient collectives (AR all-reduce, RS reduce-scatter, AG all-gather), of torch those that were issued",
+    "max diff: of any weight to single-process training, which check compares; numbers of a row that fails end in !",
     "not the same work in the two frameworks: attention, which XLA compiles from matrix products and a softmax and"
     " torch has as one kernel; the loss, which strategies sum over ranks and torch's peers do not",
 )
@@ -54,15 +52,15 @@ ONE_RANK = (
 
 def cases_of(setup: TrainingSetup) -> list[Case]:
     """A case for each group of frameworks that take turns."""
-    return [Case(" and ".join(group), (setup, group)) for group in setup.groups()]
+    return [Case(" and ".join(group.frameworks), group) for group in setup.groups()]
 
 
 def measure_steps(case: Case, say: Say) -> Iterable[dict[str, Any]]:
     """Rows of a case: trains under the strategies of some frameworks, in processes that they share."""
-    setup, frameworks = case.setup
+    setup: TrainingSetup = case.setup
     say(f"{case.name}: {in_words(setup)}")
     notes = [ONE_RANK] if setup.ranks.num == 1 else []
-    rows = setup.ranks.run(train, setup.of(frameworks), in_jax="jaxddp" in frameworks, say=say)
+    rows = setup.ranks.run(train, setup, in_jax="jaxddp" in setup.frameworks, say=say)
     return (row | {"notes": notes} for row in rows)
 
 

@@ -104,11 +104,8 @@ BENCHMARK = Benchmark(
     "ports", "programs as people have them, before and after they were moved onto the packages", (), cases, measure,
     {"Programs before and after their port": COLUMNS},
     notes=(
-        "lines: of the functions before and after, without comments and blank lines; the start of processes is not"
-        " counted, nor are marks of layers, which stand in the model",
-        f"max diff: of any weight after 4 or 5 steps on {NUM_RANKS} ranks under the strategies, to before the port on"
-        " one device or rank, in float64",
-        "planned = compiled: gradient collectives of a program by shapes (AR all-reduce, RS reduce-scatter, AG"
-        f" all-gather) in the plan of each strategy, and as compiled for {TARGET}; such a program is not run",
+        "lines: of the functions before and after, without comments and blank lines",
+        f"max diff: of any weight after 4 or 5 steps on {NUM_RANKS} ranks, to before the port on one, in float64",
+        f"planned = compiled: of a program by shapes, which is compiled for {TARGET} and not run",
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ PATH_TOLERANCE = 0.5
 
 def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
     """Trains under every strategy; runs on each rank, inside a process group, before JAX has started there."""
-    attempt, runs, references, probes = Attempts(agree), dict[str, Run](), dict[str, Any](), dict[str, Any]()
+    attempt, runs, references = Attempts(agree), dict[str, Run](), dict[str, Any]()
     num_rounds = len(setup.batches)
     for framework in setup.frameworks:
         side: Any = (JaxSide if framework == "jaxddp" else TorchSide)(ranks, setup)
@@ -42,16 +42,14 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
         start = alone.weights()
         references[framework] = start, [alone.step(index) for index in range(num_rounds)], alone.weights()
         del alone  # and its memory
-        probes[framework] = side.probes(setup.probe_bytes) if setup.probe_bytes else {}
 
     def on_round(done: int) -> None:
         is_told = done % max(1, num_rounds // 4) == 0
         say_on_rank(f"{' and '.join(setup.frameworks)}: {done} of {num_rounds} rounds" if is_told else None)
 
     steps = {label: run.step for label, run in runs.items()}
-    parts = {f"{framework} {label}": part for framework, some in probes.items() for label, part in some.items()}
     metrics, seconds = interleave(
-        steps | parts, num_rounds, setup.num_warmup, attempt=attempt, before=lambda label: dist.barrier(),
+        steps, num_rounds, setup.num_warmup, attempt=attempt, before=lambda label: dist.barrier(),
         on_round=on_round,
     )  # fmt: skip
     times = {label: slowest(of_rank) for label, of_rank in seconds.items()}
@@ -62,7 +60,6 @@ def train(ranks: Ranks, setup: TrainingSetup) -> list[dict[str, Any]]:
             "model": setup.model, "dtype": setup.dtype, "params_bytes": params * (2 if setup.dtype == "bf16" else 4),
             "global_batch": setup.global_batch, "microbatch": setup.global_batch // ranks.num,
             "num_rounds": num_rounds - setup.num_warmup, "frameworks_in_rounds": list(setup.frameworks),
-            "probes_ms": {label: _in_ms(times.get(f"{framework} {label}", ())) for label in probes[framework]},
         }  # fmt: skip
         for spec in setup.strategies[framework]:
             row = common | {"strategy": spec.name, "bucket_mb": spec.bucket_mb, "label": spec.label}
@@ -113,7 +110,7 @@ def _trained(run: Run, found: Metrics, reference: tuple[Any, Metrics, Any], is_p
     worst = [max(of_round, key=partial(distance, wanted)) for of_round, wanted in pairs]
     apart = max(float(np.max(np.abs(weights[name].astype(np.float64) - one))) for name, one in trained.items())
     return {
-        "planned": run.planned, "compiled": run.found, "buckets": run.buckets, "ready_shares": run.ready_shares,
+        "planned": run.planned, "compiled": run.found,
         "first_loss": worst[0][0], "loss": worst[-1][0], "reference_loss": expected[-1][0],
         "max_weight_difference": float(np.max(gather(apart))),  # NaN is worst
         "path_difference": float(np.max(gather(np.divide(norm_of(weights, trained), norm_of(start, trained))))),

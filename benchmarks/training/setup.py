@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +17,6 @@ from jaxddp.training.data import Batch, Corpus
 from ..benchmark import Options
 from ..ranks import FRAMEWORKS, PROCESS_BYTES, Ranks, choose_ranks, free_bytes
 
-# What is timed beside training, to predict its steps: see ``buckets.py``.
-FORWARD_BACKWARD, AT_ONCE = "forward and backward", "forward and backward beside all-reduces"
-NUM_PROBED = 4  # all-reduces in a row that the probe "all-reduce BYTES" times at once
 SILENT = " without communication"  # of the label of a step whose communication is removed
 # What each framework does by itself.
 PEERS = {
@@ -70,8 +67,6 @@ class Run(NamedTuple):
     weights: Callable[[], dict[str, np.ndarray]]  # whole, in float32, by the names of torch; every rank must ask
     planned: list[tuple[str, int]] | None = None  # ``(kind, bytes)`` of the planned collectives; None of a peer
     found: list[tuple[str, int]] | None = None  # those of the compiled program, or that torch's first step issued
-    buckets: Sequence[Sequence[tuple[str, int]]] = ()  # torch's names and bytes of each one's tensors, as launched
-    ready_shares: Mapping[str, float] = {}  # of JAX: of the products done before a gradient is ready, by torch's names
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,6 @@ class TrainingSetup:
     dtype: str = "f32"  # or "tf32", products of float32 in TF32, or "bf16", all in bfloat16; in both frameworks
     learning_rate: float = LEARNING_RATE  # of AdamW, with weight decay 0.01
     with_baselines: bool = True  # whether each strategy also runs with its communication removed
-    probe_bytes: tuple[int, ...] = ()  # of all-reduces that are timed alone, as forward and backward are; and both
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -100,58 +94,40 @@ class TrainingSetup:
         """Examples of a batch over all ranks."""
         return len(next(iter(self.batches[0].values())))
 
-    def of(self, frameworks: tuple[str, ...]) -> TrainingSetup:
-        """The part of some frameworks."""
-        return replace(self, strategies={one: specs for one, specs in self.strategies.items() if one in frameworks})
-
     def baselines(self, framework: str) -> list[StrategySpec]:
         """The strategies that also run without communication: none on one rank, which has none; of peers one can."""
         able = (*STRATEGIES, "DistributedDataParallel") if self.with_baselines and self.ranks.num > 1 else ()
         return [one for one in self.strategies[framework] if one.name in able]
 
-    def num_runs(self, framework: str) -> int:
-        """Training runs that a framework keeps side by side: single-process training is one of them."""
-        return 1 + len(self.strategies[framework]) + len(self.baselines(framework))
+    @property
+    def num_runs(self) -> int:
+        """Training runs side by side: in each framework single-process training is one of them."""
+        return sum(1 + len(self.strategies[one]) + len(self.baselines(one)) for one in self.frameworks)
 
-    def groups(self) -> list[tuple[str, ...]]:
-        """The frameworks that share processes and rounds: both, if they fit together; a ValueError if one does not."""
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the runs need: of each GPU, or of all ranks together on CPUs."""
+        copies = 4 * self.num_runs  # parameters, two moments and gradients
+        held = copies * SIZES[self.model].num_params * (2 if self.dtype == "bf16" else 4)
+        if self.ranks.kind == "gpus":
+            return held + _CONTEXT_BYTES
+        return (held + PROCESS_BYTES) * (1 if self.ranks.is_job else self.ranks.num)
+
+    def groups(self) -> list[TrainingSetup]:
+        """The parts that share processes and rounds: all, if both frameworks fit; a ValueError if one does not."""
         free = free_bytes(self.ranks.kind)
-        if self.ranks.kind != "simulated" and needed_bytes(self, self.frameworks) <= free:
-            return [self.frameworks]
-        for one in self.frameworks:
-            most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and one == "jaxddp" else free
-            if (needed := needed_bytes(self, (one,))) > most:
+        if self.ranks.kind != "simulated" and self.needed_bytes <= free:
+            return [self]
+        # torch compiles nothing, so its rows come first
+        parts = [replace(self, strategies={one: self.strategies[one]}) for one in reversed(self.frameworks)]
+        for part in parts:
+            most = int(free * JAX_SHARE) if self.ranks.kind == "gpus" and "jaxddp" in part.frameworks else free
+            if (needed := part.needed_bytes) > most:
                 raise ValueError(
-                    f"model (={self.model}) must fit into memory: {self.num_runs(one)} training runs of {one} side by"
-                    f" side need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
+                    f"model (={self.model}) must fit into memory: {part.num_runs} training runs side by side"
+                    f" need {needed / 2**30:.1f} GiB, {most / 2**30:.1f} are free; name fewer strategies"
                 )
-        return [(one,) for one in reversed(self.frameworks)]  # torch compiles nothing, so its rows come first
-
-
-def needed_bytes(setup: TrainingSetup, frameworks: tuple[str, ...]) -> int:
-    """Bytes that ranks need for the runs of some frameworks: each GPU's, or of all ranks together on CPUs."""
-    params = SIZES[setup.model].num_params * (2 if setup.dtype == "bf16" else 4)
-    # Parameters and two moments; torch also keeps gradients until the next step, JAX's are in a step's temporaries.
-    copies = sum(setup.num_runs(one) * (4 if one == "torchref" else 3) for one in frameworks)
-    on_gpu = setup.ranks.kind == "gpus"
-    held = params * copies + temporary_bytes(setup) + (_CONTEXT_BYTES if on_gpu else PROCESS_BYTES)
-    return held if on_gpu or setup.ranks.is_job else setup.ranks.num * held
-
-
-def temporary_bytes(setup: TrainingSetup) -> int:
-    """Bytes of a step's activations and gradients, roughly: the compiled step of seed_xl has 2.4 GiB for 16 x 128."""
-    config, size = SIZES[setup.model], 2 if setup.dtype == "bf16" else 4
-    tokens = setup.global_batch // setup.ranks.num * config.context
-    # Of a token in a layer: norms, query, key, value, mix and output; scores and their softmax; gate, up and product.
-    layer = 8 * config.width + 2 * config.num_heads * config.context + 4 * config.hidden
-    return size * (tokens * (config.num_layers * layer + 2 * config.vocab) + config.num_params)
-
-
-def check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ValueError if a name of ``what``, such as a model, is not among the known ones."""
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown {what} {name!r}: one of {', '.join(known)}")
+        return parts
 
 
 def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
@@ -162,7 +138,6 @@ def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
 
 def spec_of(name: str, model: str) -> StrategySpec:
     """A strategy or peer with DDP's bucket cap, or a smaller one where that would hold all gradients of the model."""
-    check_known("strategy", [name], NAMES)
     large = SIZES[model].num_params * 4 > DDP_CAP_MB * 2**20
     has_cap = name in PEERS["torchref"][:3] or is_bucketed(name)
     return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
@@ -185,7 +160,6 @@ def make_setup(
         num_steps = GPU_QUICK_STEPS if options.quick else GPU_STEPS
     model, num_steps, dtype = options.model or model, options.steps or num_steps, options.dtype or "f32"
     batch_size = options.batch_size or -(-batch_size // ranks.num) * ranks.num
-    check_known("model", [model], SIZES)
     check_batch(batch_size, ranks.num)
     if dtype == "tf32" and not on_gpus:
         raise ValueError(f"dtype (={dtype}) must be f32 or bf16 on CPUs: TF32 is an arithmetic of GPUs")

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import gates, strategies
+from benchmarks import buckets, gates, strategies
 from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from benchmarks.scaling import efficiency
 from benchmarks.training import setup as module
-from benchmarks.training.setup import StrategySpec, needed_bytes, spec_of
+from benchmarks.training.setup import StrategySpec, spec_of
 
 OURS = ["naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3"]
 
@@ -19,17 +19,17 @@ def with_gpus(monkeypatch, count, free_gib=79.1):
 
 def test_the_main_job_is_small_and_strategies_have_peers():
     torch_case, jax_case = strategies.main_cases(options())
-    setup, frameworks = jax_case.setup
-    assert (torch_case.name, jax_case.name, frameworks) == ("torchref", "jaxddp", ("jaxddp",))
+    setup = jax_case.setup
+    assert (torch_case.name, jax_case.name, setup.frameworks) == ("torchref", "jaxddp", ("jaxddp",))
     assert (setup.model, setup.global_batch, setup.ranks) == ("byte_shallow", 4, Ranks(2, "simulated"))
     assert setup.must_learn
-    of_random = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup[0]
+    of_random = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup
     assert of_random.tolerance is None and not of_random.must_learn and of_random.global_batch == 8
     assert of_random.learning_rate < setup.learning_rate
     assert [spec.name for spec in setup.strategies["jaxddp"]] == OURS
     (case,) = strategies.strategies_cases(options(ranks=2))
-    setup, frameworks = case.setup
-    assert frameworks == ("jaxddp", "torchref") and setup.ranks.kind == "processes"
+    setup = case.setup
+    assert setup.frameworks == ("jaxddp", "torchref") and setup.ranks.kind == "processes"
     assert [spec.name for spec in setup.strategies["jaxddp"]] == [*OURS, "jit"]
     peers = ["DistributedDataParallel", "ZeroRedundancyOptimizer", "fully_shard"]
     assert [spec.name for spec in setup.strategies["torchref"]] == [*OURS, *peers]
@@ -40,7 +40,7 @@ def test_the_main_job_is_small_and_strategies_have_peers():
 def test_on_gpus_what_fills_them_is_trained(monkeypatch):
     with_gpus(monkeypatch, 4)
     (case,) = strategies.strategies_cases(options(dtype="tf32", strategies=["bucketed", "torch.compile"]))
-    setup = case.setup[0]
+    setup = case.setup
     assert (setup.model, setup.ranks, setup.global_batch, setup.dtype) == ("seed_xl", Ranks(4, "gpus"), 64, "tf32")
     assert "TF32" in module.in_words(setup) and "true float32" in module.in_words(replace(setup, dtype="f32"))
 
@@ -49,25 +49,21 @@ def test_frameworks_that_do_not_fit_into_a_gpu_together_take_it_one_after_the_ot
     with_gpus(monkeypatch, 2)
     cases = strategies.strategies_cases(options())
     assert [case.name for case in cases] == ["torchref", "jaxddp"]
-    setup = cases[0].setup[0]
+    of_torch, of_jax = (case.setup for case in cases)
     params = 171_098_880 * 4
     # Runs: 7 strategies and their baselines, the peers, one of the peers' baselines, and single-process training.
-    assert (setup.num_runs("jaxddp"), setup.num_runs("torchref")) == (2 * 7 + 1 + 1, 2 * 7 + 4 + 1 + 1)
-    rest = module.temporary_bytes(setup) + 1.5 * 2**30
-    assert needed_bytes(setup, ("jaxddp",)) == 3 * 16 * params + rest
-    assert needed_bytes(setup, ("torchref",)) == 4 * 20 * params + rest  # gradients stay until the next step
-    assert 2.0 < module.temporary_bytes(setup) / 2**30 < 4.0  # 2378 MiB as compiled
+    assert (of_jax.num_runs, of_torch.num_runs) == (2 * 7 + 1 + 1, 2 * 7 + 4 + 1 + 1)
+    assert of_jax.needed_bytes == 4 * 16 * params + 1.5 * 2**30
     # JAX takes three quarters of a card.
     with_gpus(monkeypatch, 2, free_gib=44)
-    with pytest.raises(ValueError, match=r"16 training runs of jaxddp .* 33\.0 are free"):
+    with pytest.raises(ValueError, match=r"16 training runs .* 33\.0 are free"):
         strategies.strategies_cases(options(strategies=[*OURS, "jit"]))
 
 
 def test_one_gpu_takes_no_step_without_communication_since_none_has_any(monkeypatch):
     with_gpus(monkeypatch, 1)
     (case,) = strategies.strategies_cases(options())
-    runs = [case.setup[0].num_runs(one) for one in ("jaxddp", "torchref")]
-    assert (case.name, runs) == ("jaxddp and torchref", [9, 12])
+    assert (case.name, case.setup.num_runs) == ("jaxddp and torchref", 9 + 12)
     monkeypatch.setattr(Ranks, "run", lambda self, *arguments, **options: [{}])
     assert [row["notes"] for row in strategies.measure_steps(case, print)] == [[strategies.ONE_RANK]]
 
@@ -90,6 +86,14 @@ def test_a_gate_is_judged_where_both_sides_took_turns():
     assert found[0]["ratio"] == pytest.approx(100 / 90) and found[4]["ours"] == "bucketed 25 MiB"  # not the wrong one
     apart = [row | {"case": row["framework"]} for row in rows]
     assert [row["check"] for row in gates.judge(apart)][4] == "not judged: the two did not take turns"
+
+
+def test_caps_as_good_as_the_best_are_named():
+    rows = [step("jaxddp", f"bucketed {cap} MiB", ms, bucket_mb=cap) for cap, ms in ((1, 100.0), (5, 90.0), (25, 90.0))]
+    rows += [step("jaxddp", "bucketed 50 MiB", 1.0, bucket_mb=50, check="WRONG: weights")]
+    (found,) = buckets.best_caps(rows)
+    assert (found["label"], found["as_good"]) == ("bucketed 5 MiB", "5, 25")
+    assert len(list(buckets.plot(rows))) == 1
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks():

@@ -1,4 +1,4 @@
-"""A training run in PyTorch: each strategy's own copy, those of torch's own data parallelism, and probes.
+"""A training run in PyTorch: each strategy's own copy, and those of torch's own data parallelism.
 
 Of torch's own, DistributedDataParallel alone runs without communication, by a hook that sends nothing. They do not sum
 the loss over ranks, as the strategies of this project do.
@@ -8,7 +8,6 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from torchref.registry import make_training
 from torchref.train import local_rows
 
 from ..ranks import Ranks
-from .setup import AT_ONCE, FORWARD_BACKWARD, NUM_PROBED, PEERS, Run, StrategySpec, TrainingSetup
+from .setup import PEERS, Run, StrategySpec, TrainingSetup
 
 
 class TorchSide:
@@ -79,10 +78,7 @@ class TorchSide:
         def weights() -> dict[str, np.ndarray]:
             return _in_float32(net.gather_full_params() if parallel else net.state_dict())
 
-        if not parallel:
-            return Run(step, weights, [], found)
-        buckets = [[(tensor.name, tensor.num_bytes) for tensor in bucket.tensors] for bucket in net.plan.buckets]
-        return Run(step, weights, net.planned_collectives(), found, buckets)
+        return Run(step, weights, net.planned_collectives() if parallel else [], found)
 
     def _peer(self, spec: StrategySpec, module: nn.Module, *, sends: bool) -> Run:
         """A peer in the loop that torch's documentation shows; its loss is this rank's."""
@@ -124,32 +120,6 @@ class TorchSide:
             return _in_float32({name: _whole(one.detach()) for name, one in module.named_parameters()})
 
         return Run(step, weights)
-
-    def probes(self, sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
-        """Forward and backward alone, all-reduces of these sizes alone, and both at once."""
-        module = copy.deepcopy(self.module)
-        device = next(module.parameters()).device
-        buffers = {size: [torch.zeros(size // 4, device=device) for _ in range(NUM_PROBED)] for size in sizes}
-
-        def forward_backward(index: int) -> None:
-            module.zero_grad(set_to_none=True)
-            loss_fn(module, self.rows[index]).backward()
-            self.wait()
-
-        def all_reduce(size: int, index: int) -> None:
-            for buffer in buffers[size]:
-                dist.all_reduce(buffer)
-            self.wait()
-
-        def both(index: int) -> None:
-            under_way = [dist.all_reduce(buffer, async_op=True) for buffer in buffers[sizes[-2]]]
-            forward_backward(index)
-            for work in under_way:
-                work.wait()
-            self.wait()
-
-        alone = {f"all-reduce {size}": partial(all_reduce, size) for size in sizes}
-        return {FORWARD_BACKWARD: forward_backward, AT_ONCE: both, **alone}
 
     def wait(self) -> None:
         """Waits for the GPU."""

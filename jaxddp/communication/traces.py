@@ -7,7 +7,6 @@ in the tree's order (dictionaries give ``l1, l10, l2``) they would wait for grad
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -149,14 +148,6 @@ class GradientTrace(NamedTuple):
         found = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.result), found)
 
-    @property
-    def flops_before(self) -> tuple[float, ...]:
-        """Share of the trace's matrix products done before each of the tensors is ready."""
-        times = finishing_times(self.program, matmul_flops)
-        flops = [times[output] or 0.0 for output in self.tensors]
-        total = max(flops, default=0.0) or 1.0
-        return tuple(each / total for each in flops)
-
     def with_constants_sent(self) -> GradientTrace:
         """The same trace, whose constants are sent first but for those that are zeros: of them nobody needs a sum."""
         known = follow(self.program, [VARIES] * len(self.program.in_avals), lambda *_: None)
@@ -180,7 +171,7 @@ def trace_gradients(
     constants = {output: spec for output, (spec, time) in found.items() if time is None or not spec.num_elements}
     # The last comes first where times are equal.
     ready = sorted(
-        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0.0
+        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0
     )
     return GradientTrace({output: found[output][0] for output in ready}, constants, program, result)
 
@@ -195,14 +186,14 @@ def describe_results(trace: GradientTrace) -> str:
     return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
 
 
-def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | None = None) -> list[float | None]:
-    """Finds when each output of a traced program is ready, where an operation takes ``cost(equation)``, or 1.
+def finishing_times(program: core.ClosedJaxpr) -> list[int | None]:
+    """Finds how many operations come before each output of a traced program.
 
     None if it is constant, because it depends on no input, nor on the rank, the device or the host.
     """
-    clock = 0.0
+    clock = 0
 
-    def rule(equation: Any, times: list[float | None]) -> list[float | None]:
+    def rule(equation: Any, times: list[int | None]) -> list[int | None]:
         nonlocal clock
         # Reading the rank, io_callback and all collectives but ppermute are effects, which loops and branches inherit.
         is_constant = {*times} <= {None} and not any(
@@ -211,24 +202,14 @@ def finishing_times(program: core.ClosedJaxpr, cost: Callable[[Any], float] | No
         # Casts are fused. Traced, those of bfloat16 gradients to the masters' dtype come after the backward.
         if equation.primitive.name == "convert_element_type" and not is_constant:
             return times
-        clock += cost(equation) if cost else 1
+        clock += 1
         return [None if is_constant else clock] * len(equation.outvars)
 
     # What the function closes over in an outer trace, such as a rank's key in shard_map, is an input as well.
     return interpret(
-        program, [0.0] * len(program.in_avals), rule,
-        lambda value, _: 0.0 if isinstance(value, jax.core.Tracer) else None, TRANSPARENT,
+        program, [0] * len(program.in_avals), rule,
+        lambda value, _: 0 if isinstance(value, jax.core.Tracer) else None, TRANSPARENT,
     )  # fmt: skip
-
-
-def matmul_flops(equation: Any) -> float:
-    """FLOPs of the matrix products of one traced operation, those of a loop times its length."""
-    if equation.primitive.name == "dot_general":
-        (contracting, _), _ = equation.params["dimension_numbers"]
-        length = math.prod(equation.invars[0].aval.shape[dim] for dim in contracting)
-        return 2.0 * equation.outvars[0].aval.size * length
-    trips = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-    return trips * sum(matmul_flops(inner) for jaxpr in core.jaxprs_in_params(equation.params) for inner in jaxpr.eqns)
 
 
 def follow(

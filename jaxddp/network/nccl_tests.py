@@ -21,8 +21,8 @@ PROGRAMS = {
 }
 _PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)})(?:_mpi)?\b")
 # Not at the start of a line, where launchers and logs put numbers and times.
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?.*?(?:\]\s*(.*\S))?\s*$")
-_SIZE = re.compile(r"(\d+)\s+\d+\s+(\w+)\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?")
+_SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")
 
 
 class Line(NamedTuple):
@@ -31,9 +31,7 @@ class Line(NamedTuple):
     collective: str
     num_ranks: int
     num_hosts: int
-    device: str  # of the first rank
     num_bytes: int  # of the full buffer
-    dtype: str  # as NCCL spells it
     time_us: float  # of a call
     num_wrong: int  # values; 0 where nothing was checked
 
@@ -57,20 +55,19 @@ def read_file(path: str | Path) -> list[Line]:
 def _of_text(text: str, collective: str) -> list[Line]:
     """The sizes of all programs; ``collective`` is of those that do not name themselves."""
     current, found = collective, []
-    gpus, hosts = dict[str, str](), set[str]()
+    ranks, hosts = set[str](), set[str]()
     for line in text.splitlines():
         named = _PROGRAM.search(line)
-        if (named or "# nThread" in line) and gpus:  # of the program before
-            current, gpus, hosts = collective, {}, set()
+        if (named or "# nThread" in line) and ranks:  # of the program before
+            current, ranks, hosts = collective, set(), set()
         if named:
             current = PROGRAMS[named[1]]
         elif rank := _RANK.search(line):
-            gpus[rank[1]] = rank[3] or ""
+            ranks.add(rank[1])
             hosts.add(rank[2] or "")
         elif size := _SIZE.search(line):
-            about = current, len(gpus), len(hosts), next(iter(gpus.values()), "")
-            num_wrong = 0 if size[4] == "N/A" else int(size[4])
-            found.append(Line(*about, int(size[1]), size[2], float(size[3]), num_wrong))
+            num_wrong = 0 if size[3] == "N/A" else int(size[3])
+            found.append(Line(current, len(ranks), len(hosts), int(size[1]), float(size[2]), num_wrong))
     return found
 
 
@@ -80,6 +77,6 @@ def _of_json(found: Any) -> list[Line]:
     config, devices = found["config"], found["config"]["devices"]
     num_ranks = len(devices) * config["nthreads"] * config["ngpus"]
     num_hosts = len({one["hostname"] for one in devices})
-    about = PROGRAMS[program[1]] if program else "", num_ranks, num_hosts, devices[0]["device_info"]
+    about = PROGRAMS[program[1]] if program else "", num_ranks, num_hosts
     times = [(row, row["out_of_place"]) for row in found["results"] if row["out_of_place"]]
-    return [Line(*about, row["size"], row["type"], float(of["time"]), int(of["nwrong"] or 0)) for row, of in times]
+    return [Line(*about, row["size"], float(of["time"]), int(of["nwrong"] or 0)) for row, of in times]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxddp.communication.buckets import MIB, TensorSpec, chunk_elements, plan_buckets
-from jaxddp.comparison_test import refusal
 from jaxddp.models import SIZES, abstract
 from jaxddp.network import bus_factor
 from jaxddp.planning.chips import target
@@ -21,7 +20,6 @@ from jaxddp.planning.formulas import (
     Assumptions,
     DeviceRates,
     best_buckets,
-    fit_sweep,
     gathered_bytes,
     least_ranks,
     min_tokens,
@@ -167,12 +165,6 @@ def test_bus_factors():
         assert (bus_factor(kind, 2), bus_factor(kind, 8)) == factors
 
 
-def test_a_sweep_is_fitted():
-    sizes = np.array([1, 10, 100, 1024]) * 2**20
-    found = fit_sweep(sizes, 1e-3 * np.array([1.092, 8.887, 96.094, 1045.36]))  # T1.allreduce, Gloo of 2 ranks
-    assert found == (pytest.approx(0.1335e-3, rel=0.02), pytest.approx(1.106e9, rel=0.01))
-
-
 def exposed_s(compute_s, num_bytes, bytes_per_s, latency_s):
     """What buckets sent over one stream leave over after the last gradient, bucket by bucket."""
     ready = end = 0.0
@@ -277,10 +269,6 @@ def test_the_least_batch_is_where_the_times_meet(workload, ranks):
             continue
         assert is_compute_bound(least * (1 + 1e-9) + 1e-9, assumed)
         assert least == 0 or not is_compute_bound(least * (1 - 1e-9), assumed)
-
-
-def test_a_sweep_whose_times_do_not_grow_is_refused():
-    assert "must grow with num_bytes" in refusal(fit_sweep, [1e6, 2e6], [2e-3, 1e-3])
 
 
 @pytest.mark.parametrize("name", ["tiny", "seed_xl"])

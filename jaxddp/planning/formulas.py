@@ -45,9 +45,7 @@ References:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Literal, NamedTuple
 
 from .workload import Workload
 
@@ -195,15 +193,3 @@ def min_tokens(
     if assumptions.overlapped_axes:
         return fixed_s / one.compute_s if one.compute_s >= one.tp_s else math.inf
     return fixed_s / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf
-
-
-def fit_sweep(num_bytes: Any, seconds: Any) -> tuple[float, float]:
-    """Fits ``t = o + S / w`` by relative error to times of two sizes or more, and gives o and w.
-
-    Raises:
-        ValueError: If times do not grow with sizes. A negative o means that this model does not describe them.
-    """
-    seconds_per_byte, latency_s = np.polyfit(num_bytes, seconds, 1, w=1 / np.asarray(seconds))
-    if seconds_per_byte <= 0:
-        raise ValueError(f"seconds (={seconds!r}) must grow with num_bytes")
-    return float(latency_s), float(1 / seconds_per_byte)
