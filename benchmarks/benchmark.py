@@ -104,11 +104,13 @@ def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: S
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Reads the rows of a run; raises OSError if there are none, ValueError if a line was cut."""
+    """Reads the rows of a run; raises OSError if there is no file, ValueError if it has no row or a line was cut."""
     try:
-        return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+        if rows := [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]:
+            return rows
     except json.JSONDecodeError as error:
         raise ValueError(f"{folder / METRICS} must have a row in each line: {error}") from error
+    raise ValueError(f"{folder / METRICS} must have rows")
 
 
 def new_folder(out: str | None, name: str) -> Path:

@@ -25,13 +25,6 @@ def check_optimizer(optimizer: Any) -> None:
         raise ValueError(f"optimizer (={_short(optimizer)}) must be an optax transformation, such as optax.adam(1e-3)")
 
 
-def check_flag(**flags: Any) -> None:
-    """Refuses what is no boolean, by argument name: "no" and 2 would count as True."""
-    for name, value in flags.items():
-        if type(value).__name__ not in ("bool", "bool_"):  # bool_ is NumPy's
-            raise ValueError(f"{name} (={_short(value)}) must be True or False")
-
-
 def check_integer(name: str, value: Any, least: int = 1) -> int:
     """Gives an integer as Python's, NumPy's too; refuses what is none, or one below ``least``. True is none."""
     with contextlib.suppress(TypeError):  # raised for what is no integer, such as an array of a float
