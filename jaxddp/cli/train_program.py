@@ -114,7 +114,7 @@ def start_ranks(options: TrainOptions) -> Mesh:
 
 def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
     """The strategy by its name, with a cap of its buckets if one is given."""
-    if options.bucket_mb is None:
+    if options.bucket_mb is None or options.strategy not in jaxddp.STRATEGIES:
         return jaxddp.make_strategy(options.strategy)
     if not is_bucketed(options.strategy):
         raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
