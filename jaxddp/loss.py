@@ -250,6 +250,9 @@ def _like(new_state: Any, model_state: Any) -> Any:
         {name: f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for name, leaf in named_leaves(tree).items()}
         for tree in (model_state, new_state)
     )
+    new, old = (str(jax.tree.structure(tree)) for tree in (new_state, model_state))
+    if new != old and wanted.keys() == found.keys():
+        raise ValueError(f"new_state (={new}) must have the structure of model_state (={old})")
     for name in wanted | found:
         if (was := wanted.get(name)) != (now := found.get(name)):
             raise ValueError(f"new_state leaf {name!r} (={now}) must be as in model_state (={was})")
@@ -271,10 +274,8 @@ def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]
     parameters = inspect.signature(loss_fn).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_position = [p for p in positional[num_inputs:][:1] if p.name == "key" or p.default is p.empty]
-    # One that ``functools.partial`` has set is a keyword with a default.
     by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
-    by_name = [p for p in by_name if p.default is None or p.default is p.empty]
-    taken = by_name or by_position
+    taken = [] if "key" in _bound_names(loss_fn) else by_name or by_position
 
     def call(*inputs: Any, key: Any) -> Any:
         if taken and key is not None:
@@ -287,6 +288,15 @@ def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]
         return loss_fn(*inputs)
 
     return call
+
+
+def _bound_names(function: Any) -> set[str]:
+    """Arguments that ``functools.partial`` has set, also inside of ``jax.jit``, ``jax.checkpoint`` and decorators."""
+    names: set[str] = set()
+    while (is_partial := isinstance(function, functools.partial)) or hasattr(function, "__wrapped__"):
+        names |= set(function.keywords if is_partial else ())
+        function = function.func if is_partial else function.__wrapped__
+    return names
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -16,6 +16,7 @@ Both packages use this file; no framework is imported.
 import abc
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -167,7 +168,8 @@ class CheckpointFolder(abc.ABC):
         """Makes way for a save, in process 0."""
         self._lock()
         for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
-            damaged.rename(f"{damaged}.damaged")
+            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
+            damaged.rename(next(name for name in names if not os.path.lexists(name)))
         if step <= (newest := max(self.steps(), default=-1)):
             said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")

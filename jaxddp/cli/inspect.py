@@ -95,6 +95,8 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
+        if not any(map(is_bucketed, strategies)):
+            raise ValueError(f"bucket_mb (={cap:g}) must come with a strategy that takes it, such as bucketed")
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,

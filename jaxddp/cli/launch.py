@@ -110,12 +110,13 @@ class _Processes:
             TOKEN: secrets.token_hex(16),
         }
         self.processes: list[subprocess.Popen[bytes]] = []
+        if log_dir is not None:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
         for rank in range(count):
             variables = {name: str(value) for name, value in {**alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
             with contextlib.ExitStack() as stack:
                 log = None
                 if rank > 0 and log_dir is not None:
-                    Path(log_dir).mkdir(parents=True, exist_ok=True)
                     log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
                 process = subprocess.Popen(
                     child_command(command),

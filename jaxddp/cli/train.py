@@ -74,6 +74,8 @@ class TrainOptions:
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
+        if self.max_restarts and self.checkpoint is not None and not self.resume:
+            raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
         if self.devices is not None:
             self.check_batch_size(self.devices)
         self.config = SIZES[self.model]

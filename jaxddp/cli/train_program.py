@@ -43,7 +43,9 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
         num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         compute_dtype=options.compute_dtype, nonfinite="ignore" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
-    return take_steps(options, corpus, _Training(trainer, params, options.seed), jaxddp.Checkpoints, say)
+    training = _Training(trainer, params, options.seed)
+    del params  # the state holds copies
+    return take_steps(options, corpus, training, jaxddp.Checkpoints, say)
 
 
 class _Training:

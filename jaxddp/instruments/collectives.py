@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..table import table
 from . import targets
+from .hlo import HLOError
 from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -125,7 +126,10 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         compiled = program.compile()
     elif isinstance(program, (str, os.PathLike)):
         text = str(program)
-        compiled = text.lstrip() if "\n" in text else Path(text).read_text()
+        try:
+            compiled = text.lstrip() if "\n" in text else Path(text).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise HLOError(f"program (={text!r}) must be the text of an HLO module, or its file: {error}") from error
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
     for one, times in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):

@@ -90,8 +90,10 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     host, port = "", 0
     if "RANK" in environment or "WORLD_SIZE" in environment:
         launcher, num_processes, process_id = "torchrun", number("WORLD_SIZE"), number("RANK")
-        local = number("LOCAL_RANK", 0)
-        num_local = number("LOCAL_WORLD_SIZE", local + 1)
+        # Set by hand under srun or mpirun, these lack the place on the host, which the launcher tells.
+        local = number("LOCAL_RANK", number("SLURM_LOCALID", number("OMPI_COMM_WORLD_LOCAL_RANK", 0)))
+        of_slurm = -(-num_processes // number("SLURM_STEP_NUM_NODES", num_processes))
+        num_local = number("LOCAL_WORLD_SIZE", number("OMPI_COMM_WORLD_LOCAL_SIZE", max(of_slurm, local + 1)))
         num_hosts = number("GROUP_WORLD_SIZE", -(-num_processes // num_local))
         port = number("MASTER_PORT")
     elif "OMPI_COMM_WORLD_RANK" in environment:

@@ -90,9 +90,10 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, 
     _use_gloo_at(address_here(job, connections))
     keep_to_loopback(job)
     jax.config.update("jax_enable_preemption_service", preemption_service)
-    # gRPC would ask a proxy for the coordinator, and abort the process.
-    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-    os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
+    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        # gRPC would ask the proxy for the coordinator, and abort the process.
+        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+        os.environ["no_grpc_proxy"] = f"{direct},{job.host}" if direct else job.host
     jax.distributed.initialize(
         job.address,
         job.num_processes,

@@ -118,3 +118,17 @@ def test_a_key_that_is_bound_stays_and_one_that_is_not_is_given(wrapper):
     trainer = make(WRAPPERS[wrapper](functools.partial(free, scale=2)), "bucketed")
     state, first = trainer.step(trainer.init(params), BATCH)
     assert first["loss"] != trainer.step(state, BATCH)[1]["loss"]
+
+
+def loss_of_key(params, batch, *, key=jax.random.key(0)):
+    return (0.0 if key is None else jax.random.uniform(key)) + 0 * params["w"].sum()
+
+
+@pytest.mark.parametrize(("loss_fn", "num_losses"), [(loss_of_key, 3), (functools.partial(loss_of_key, key=None), 1)])
+def test_a_default_is_no_key_that_is_bound_and_none_is(loss_fn, num_losses):
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), jaxddp.data_mesh(2))
+    state, losses = trainer.init({"w": jnp.ones(3)}), set()
+    for _ in range(3):
+        state, metrics = trainer.step(state, jnp.ones((2, 3)))
+        losses.add(float(metrics["loss"]))
+    assert len(losses) == num_losses

@@ -46,7 +46,8 @@ def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Wa
 
 
 def _sum(*totals: np.ndarray) -> Any:
-    return np.sum(totals, axis=0, dtype={"i": np.int64, "u": np.uint64}.get(totals[0].dtype.kind, np.float64))
+    wide = {"i": np.int64, "u": np.uint64, "c": np.complex128}
+    return np.sum(totals, axis=0, dtype=wide.get(totals[0].dtype.kind, np.float64))
 
 
 def _parts(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[tuple[dict[str, Any], Any]]:

@@ -86,7 +86,7 @@ def planned_sync(model_state: Any, num_ranks: int, platform: str) -> list[tuple[
     for leaf in jax.tree.leaves(model_state):
         numbers = jax.eval_shape(_as_numbers, leaf)
         if leaf.size and num_ranks > 1:
-            kind = "float" if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers.dtype
+            kind = numbers.dtype if jnp.issubdtype(numbers.dtype, jnp.integer) else "float"
             alike.setdefault(kind, []).append(numbers)
     return [
         ("all-reduce", wire_bytes(sum(leaf.size for leaf in leaves), jnp.result_type(*leaves), platform))

@@ -294,9 +294,9 @@ class Trainer:
         Returns:
             Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
             on the host, over all examples of all batches and processes: means and sums in float64 (of integers in
-            int64), and values of single examples in the order of the batches and, within one, of the processes. A
-            batch takes one all-reduce, one more for each integer dtype, an all-gather for each ``PerExample``, and one
-            of a byte per example, which tells padding.
+            int64, within a batch in 32 bits), and values of single examples in the order of the batches and, within
+            one, of the processes. A batch takes one all-reduce, one more for each integer dtype, an all-gather for each
+            ``PerExample``, and one of a byte per example, which tells padding.
 
         Raises:
             ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
@@ -521,13 +521,15 @@ class Trainer:
     def _agree(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
         """Places a batch; refuses one that cannot be split, and processes whose batches or, to train, plans differ."""
         if jax.process_count() > 1:
-            batch = self._place(model, batch)
-            key = signature(batch), state is None
+            held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
+            key = signature(held), state is None
             if key not in self._agreed:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
-                alike = {"batch": ", ".join(f"{name} {text}" for name, text in describe(batch).items())}
+                check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
+                alike = {}
                 with contextlib.suppress(ValueError):  # raised again once all processes have come
                     if state is not None:
+                        batch = self._place(model, batch)
                         plan = model.plan(state, batch)
                         alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
                         alike["results and constant gradients"] = describe_results(model.trace(state, batch))
