@@ -523,18 +523,19 @@ class Trainer:
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
             key = signature(held), state is None
-            if key not in self._agreed:
+            is_new = key not in self._agreed
+            if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
                 check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
+            batch = self._place(model, batch)
+            if is_new and state is not None:
                 alike = {}
                 with contextlib.suppress(ValueError):  # raised again once all processes have come
-                    if state is not None:
-                        batch = self._place(model, batch)
-                        plan = model.plan(state, batch)
-                        alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                        alike["results and constant gradients"] = describe_results(model.trace(state, batch))
+                    plan = model.plan(state, batch)
+                    alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
+                    alike["results and constant gradients"] = describe_results(model.trace(state, batch))
                 check_alike(alike, BATCH_S)
-                self._agreed.add(key)
+            self._agreed.add(key)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
         return self._place(model, batch)
 

@@ -75,7 +75,7 @@ REFUSED = {
     "name": "parameter 'v' (='[3, 2] float32' in process 1) must be 'absent', as in process 0",
     "shape": "parameter 'w' (='[3, 3] float32' in process 1) must be '[3, 2] float32', as in process 0",
     "rate": r"optimizer (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
-    "rows": "batch (='x [16, 3] float32' in process 1) must be 'x [8, 3] float32', as in process 0",
+    "rows": "batch (='x [8, 3] float32' in process 1) must be 'x [4, 3] float32', as in process 0",
     **dict.fromkeys(
         ("constant", "weighted"),
         r"results and constant gradients (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
@@ -113,7 +113,7 @@ def test_a_batch_that_changes_in_one_process_or_its_failure_before_a_step_ends_a
         for process in processes:
             process.kill()
     assert time.monotonic() - start < 60  # most of which starts JAX
-    fault = f"step 1: ValueError: batch (='x [14, 3] float32') must be compared with process {1 - other}, not here"
+    fault = f"step 1: ValueError: batch (='x [7, 3] float32') must be compared with process {1 - other}, not here"
     fault = "step 0: LookupError: early" if kind == "early" else fault
     assert fault[8:] in errors[other]
     assert f"jaxddp: process {other} failed, its last {fault}" in errors[1 - other]
