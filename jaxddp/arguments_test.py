@@ -103,7 +103,7 @@ def test_roots_and_pairs(call, rule):
     assert rule in refusal(on_ranks, call)
 
 
-def test_a_negative_weight_of_data_is_found_as_not_finite():
+def test_a_negative_or_infinite_weight_is_found_as_not_finite():
     def weighted(params, batch):
         return jaxddp.Weighted(loss_fn(params, batch), jnp.sum(batch["weight"]))
 
@@ -112,8 +112,9 @@ def test_a_negative_weight_of_data_is_found_as_not_finite():
     state, metrics = one.step(one.init(PARAMS), batch)
     assert np.isnan(metrics["loss"])
     np.testing.assert_array_equal(one.params(state)["w"], PARAMS["w"])
-    constant = trainer(loss_fn=lambda params, batch: jaxddp.Weighted(loss_fn(params, batch), -1.0))
-    assert np.isnan(constant.step(constant.init(PARAMS), BATCH)[1]["loss"])
+    for weight in (-1.0, np.inf):
+        constant = trainer(loss_fn=lambda params, batch, weight=weight: jaxddp.Weighted(loss_fn(params, batch), weight))
+        assert np.isnan(constant.step(constant.init(PARAMS), BATCH)[1]["loss"])
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3, np.uint8), jnp.int32(3)])

@@ -28,8 +28,8 @@ class Weighted(NamedTuple):
     Attributes:
         total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
         weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
-            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative weight makes loss
-            and gradients of all ranks NaN.
+            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative or infinite weight
+            makes loss and gradients of all ranks NaN.
 
     Example:
         >>> def loss_fn(params, batch):
@@ -179,7 +179,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
             if is_marker(leaf):
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
-                return Part(wide(leaf.total), _not_negative(wide(leaf.weight)))
+                return Part(wide(leaf.total), _finite(wide(leaf.weight)))
             shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
             if shape or jnp.issubdtype(dtype, jnp.integer):  # must not be averaged over ranks
                 found = f"aux leaf {path_name(path)!r} (={[*shape] if shape else dtype})"
@@ -223,12 +223,12 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
         raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
     if not isinstance(loss, Weighted):
         return total, Part(wide(total), None)
-    return total, Part(wide(total), _not_negative(refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS)))
+    return total, Part(wide(total), _finite(refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS)))
 
 
-def _not_negative(weight: jax.Array) -> jax.Array:
-    """NaN in place of a negative weight, which would turn the update around; the sum over ranks is NaN on all."""
-    return jnp.where(weight < 0, jnp.nan, weight)
+def _finite(weight: jax.Array) -> jax.Array:
+    """NaN in place of a negative weight, which would turn the update around, and of infinity, which would end it."""
+    return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

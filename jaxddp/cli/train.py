@@ -72,6 +72,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
+        check_integer("seed", self.seed, 0)
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
@@ -237,6 +238,8 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
     saved = training.restore(folder)
+    if not isinstance(saved, dict) or saved.keys() != {*data, "examples"}:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) must be one of this command, not of another program")
     for name, given in data.items():
         if given != saved[name]:
             raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")

@@ -32,6 +32,7 @@ BAD_INPUT = {
     "train --model byte_shallow --devices 1 --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
     "train --data /no/where": "data path '/no/where' must be a regular file",
     "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
+    "train --seed -1": "seed (=-1) must be a non-negative integer",
     "train --optimizer lion": "argument --optimizer: invalid choice: 'lion' (choose from ",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
     "train --max-restarts 1": "max_restarts (=1) must come with processes",

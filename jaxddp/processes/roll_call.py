@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from .job import Job
 from .stderr import print_line
 
 _RETRY_S = 0.1
+_LATE_S = 5.0  # after the timeout, in which process 0 names those that are missing
 _MAX_BYTES = 2**20  # of a message
 
 
@@ -133,13 +135,14 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     while True:
         remaining_s = max(0.001, deadline - time.monotonic())
         try:
-            caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
-            caller.settimeout(None)
-            connection = Connection(caller.detach())
-            connection.send_bytes(said)
-            if not connection.poll(remaining_s + 5):  # in which process 0 names those that are missing
-                raise TimeoutError("it says nothing")
-            fault = connection.recv_bytes(_MAX_BYTES).decode()
+            with socket.create_connection((job.host, job.port), timeout=remaining_s) as caller:
+                caller.settimeout(None)
+                # A stranger may never end what it says.
+                _wait_at_most(caller, remaining_s + _LATE_S)
+                connection = Connection(os.dup(caller.fileno()))
+                connection.send_bytes(said)
+                fault = connection.recv_bytes(_MAX_BYTES).decode()
+                _wait_at_most(caller, 0)
             break
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
@@ -150,3 +153,8 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     if fault:
         raise ValueError(fault)
     return connection
+
+
+def _wait_at_most(caller: socket.socket, seconds: float) -> None:
+    """Sets how long a read may wait before it raises an OSError; 0 for ever."""
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))

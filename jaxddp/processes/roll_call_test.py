@@ -9,6 +9,7 @@ import pytest
 
 from jaxddp.conftest import free_port
 
+from . import roll_call
 from .job import Job
 from .roll_call import meet
 
@@ -124,6 +125,17 @@ def test_a_stranger_that_never_ends_its_message_does_not_hold_the_meeting():
             stranger.sendall((100).to_bytes(4, "big"))
             assert pool.submit(join, job._replace(process_id=1)).result() is None
             assert first.result() is None
+
+
+def test_a_stranger_that_never_ends_its_answer_does_not_hold_a_process(monkeypatch):
+    monkeypatch.setattr(roll_call, "_LATE_S", 0.5)
+    job = make_job(1)
+    with socket.create_server((job.host, job.port)) as stranger, ThreadPoolExecutor(1) as pool:
+        process = pool.submit(join, job, timeout_s=0.5)
+        caller, _ = stranger.accept()
+        with caller:
+            caller.sendall((100).to_bytes(4, "big"))
+            assert "must answer within 0.5 s" in process.result(timeout=20)
 
 
 def test_nobody_answers_and_a_port_that_is_taken():
