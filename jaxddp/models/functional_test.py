@@ -6,8 +6,6 @@ import pytest
 from jaxddp.comparison_test import refusal
 from jaxddp.models import abstract, build, cross_entropy
 
-TOYS = ["toy", "toy_tied", "toy_frozen", "toy_unused"]
-
 
 def tokens_batch(seed=0, vocab=64, length=16):
     tokens, targets = np.random.default_rng(seed).integers(vocab, size=(2, 3, length)).astype(np.int32)
@@ -32,18 +30,11 @@ def test_seed_decides_the_parameters():
     assert not jnp.array_equal(first["head"]["kernel"], other["head"]["kernel"])
 
 
-@pytest.mark.parametrize("name", [*TOYS, "tiny"])
-def test_abstract_is_build_without_values(name):
-    params, shapes = build(name)[1], abstract(name)[1]
-    assert jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params) == shapes
-
-
 @pytest.mark.parametrize("make", [build, abstract])
 def test_an_unknown_model_is_refused_with_the_known_ones(make):
-    toys = "toy, toy_tied, toy_frozen, toy_unused"
-    names = f"{toys}, tiny, byte, byte_shallow, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
+    names = "tiny, byte, byte_shallow, lm_9m, seed_xl, small, medium, large, xl, 2.7b"
     assert refusal(make, "foo") == f"unknown model 'foo': one of {names}"
-    assert refusal(make, 3).startswith("unknown model 3: one of toy, ")
+    assert refusal(make, 3).startswith("unknown model 3: one of tiny, ")
 
 
 def test_the_functional_transformer_refuses_a_sequence_longer_than_the_context():

@@ -1,4 +1,4 @@
-"""Models to train: toy.py, transformer.py; functional.py has all of them by name, and their losses."""
+"""Models to train: transformer.py; functional.py has them by name, and their loss."""
 
 from jaxddp.sizes import SIZES as SIZES, TransformerConfig as TransformerConfig
 

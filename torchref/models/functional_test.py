@@ -13,5 +13,5 @@ def test_the_seed_decides_the_parameters_and_leaves_the_global_generator():
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="^unknown model 'foo': one of toy, toy_tied, .*, tiny, byte, "):
+    with pytest.raises(ValueError, match="^unknown model 'foo': one of tiny, byte, "):
         build("foo")

@@ -17,8 +17,6 @@ from torch import nn
 
 from jaxddp.sizes import TransformerConfig
 
-from .toy import _linear
-
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
@@ -39,6 +37,12 @@ def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    linear = nn.Linear(in_features, out_features, bias=False)
+    nn.init.normal_(linear.weight, std=in_features**-0.5)  # N(0, 1 / fan_in), as of every matrix in both packages
+    return linear
 
 
 class Attention(nn.Module):
