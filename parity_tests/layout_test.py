@@ -19,12 +19,11 @@ TWINS = (
     "communication/ring",
     "models/toy_test",
     "models/transformer",
-    "models/functional",
 )
 # What only one framework needs.
 ONLY_IN_ONE = {
     "plain": {"layer"},
-    "models/functional": {"abstract"},
+    "models/transformer": {"abstract", "loss_fn"},
     "models/toy_test": {"abstract", "loss_fn", "test_abstract_is_build_without_values"},
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
