@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -41,7 +40,6 @@ from jaxddp.processes.watchdog import watch
 _T = TypeVar("_T")
 
 _LEAVE_TIMEOUT_S = 20.0
-_open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
 
 
@@ -70,7 +68,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _check_ranks(max_ranks, backend)
         self.max_ranks, self._backend, self._prepare = max_ranks, backend, prepare
         self._workers: dict[int, _Worker] = {}
-        _open_pools.add(self)
+        atexit.register(self.close)  # runs before multiprocessing's hook, which waits for all processes
 
     def run(
         self,
@@ -185,12 +183,6 @@ def launch(
 def shared_pool() -> RankPool:
     """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
     return RankPool(8)
-
-
-@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
-def _close_open_pools() -> None:
-    for pool in list(_open_pools):
-        pool.close()
 
 
 class _Worker:
