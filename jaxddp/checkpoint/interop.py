@@ -74,11 +74,6 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
-def torch_names(params: Params) -> list[str]:
-    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree; raises as ``to_numpy``."""
-    return list(_named_leaves(params))
-
-
 def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
