@@ -238,7 +238,9 @@ def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Any, d
         try:
             send("result", run(*args))
         except BaseException as error:  # or it does not pickle
-            send("failure", _describe(error))
+            what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+            when = time.monotonic()  # on the clock that all processes share
+            send("failure", (when, what, "".join(traceback.format_exception(error))))
 
     # Before any thread starts, so that threads inherit what it sets.
     answer(prepare or (lambda rank: None), rank)
@@ -278,13 +280,6 @@ def _run(
         return fn(*args)
     finally:
         _send_message = None  # of threads that go on
-
-
-def _describe(error: BaseException) -> tuple[float, str, str]:
-    """When, on the clock that all processes share; what; and the traceback."""
-    details = "".join(traceback.format_exception(error))
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
-    return time.monotonic(), first.removesuffix(": "), details
 
 
 # Processes that a launcher has started.

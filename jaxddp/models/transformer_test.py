@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 
 from jaxddp.comparison_test import mostly_full, refusal
-from jaxddp.models import SIZES, Transformer, TransformerConfig, abstract, build, cross_entropy, rotary_tables
-from jaxddp.models.transformer import Attention
+from jaxddp.models import SIZES, TransformerConfig, abstract, build, cross_entropy
+from jaxddp.models.transformer import Attention, Transformer, rotary_tables
 
 NUM_PARAMS = {
     "tiny": 7_248,

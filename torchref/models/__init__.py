@@ -2,10 +2,4 @@
 
 from jaxddp.sizes import SIZES as SIZES, TransformerConfig as TransformerConfig
 
-from .transformer import (
-    Transformer as Transformer,
-    build as build,
-    cross_entropy as cross_entropy,
-    loss_fn as loss_fn,
-    rotary_tables as rotary_tables,
-)
+from .transformer import Transformer as Transformer, build as build, cross_entropy as cross_entropy, loss_fn as loss_fn

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchref.models import SIZES, Transformer, build, rotary_tables
+from torchref.models import SIZES, Transformer, build
+from torchref.models.transformer import rotary_tables
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
