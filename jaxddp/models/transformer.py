@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..sizes import SIZES, TransformerConfig
+from ..sizes import TransformerConfig, config_of
 from ..zero import layer
 
 Params = Any
@@ -159,20 +159,13 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss,
         >>> loss_fn(params, {"tokens": tokens, "targets": tokens}).shape
         ()
     """
-    return _functional(Transformer(_config(name_or_config), rngs=nnx.Rngs(seed)))
+    return _functional(Transformer(config_of(name_or_config), rngs=nnx.Rngs(seed)))
 
 
 def abstract(name_or_config: str | TransformerConfig) -> tuple[Loss, Params]:
     """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated."""
-    config = _config(name_or_config)
+    config = config_of(name_or_config)
     return _functional(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-
-
-def _config(name_or_config: str | TransformerConfig) -> TransformerConfig:
-    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
-    if not isinstance(config, TransformerConfig):
-        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join(SIZES)}")
-    return config
 
 
 def _functional(model: Transformer) -> tuple[Loss, Params]:

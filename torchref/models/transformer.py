@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jaxddp.sizes import SIZES, TransformerConfig
+from jaxddp.sizes import TransformerConfig, config_of
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
@@ -135,9 +135,7 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> Transformer
 
     ``name_or_config`` is a name in ``SIZES``, or sizes.
     """
-    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
-    if not isinstance(config, TransformerConfig):
-        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join(SIZES)}")
+    config = config_of(name_or_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Transformer(config)
