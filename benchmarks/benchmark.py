@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxddp.cli.environment import facts
+from jaxddp.cli.environment import gpus, variables
 from torchref.launch import RankError
 
 from .render import Column, Row, is_bad, write
@@ -129,10 +129,12 @@ def environment() -> dict[str, Any]:
     with suppress(OSError):
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    found = gpus()
+    if_any = {"driver": found and found[0].driver, "gpus": [gpu.name for gpu in found], "variables": variables()}
     return {
         "commit": commit, "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "machine": platform.machine(), "cores": os.cpu_count(), "system": platform.system(),
-        "python": platform.python_version(), **facts(),
+        "python": platform.python_version(), **{name: value for name, value in if_any.items() if value},
     }  # fmt: skip
 
 

@@ -6,9 +6,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from benchmarks import benchmark as module
 from benchmarks.__main__ import main
 from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, read_rows, run
 from benchmarks.render import CHECK, STEP, Column, new_figure
+from jaxddp.cli.environment import Gpu
 
 
 def measure(case, say):
@@ -50,6 +52,13 @@ def test_rows_are_written_with_all_fields_as_soon_as_they_are_there(tmp_path):
     for row in rows:
         assert set(FIELDS) <= row.keys()
         assert row["commit"] is not None and row["command"].startswith("python -m benchmarks") and row["link_mbit"] == 5
+
+
+def test_rows_name_the_gpus_and_their_driver(monkeypatch):
+    monkeypatch.setattr(module, "gpus", lambda: [Gpu(0, "GPU-0", "H100", "580.65.06", 0, 0)] * 2)
+    monkeypatch.setattr(module, "variables", lambda: {})
+    row = module.environment.__wrapped__()
+    assert (row["driver"], row["gpus"]) == ("580.65.06", ["H100"] * 2) and "variables" not in row
 
 
 def test_a_case_that_fails_is_a_row_with_its_error(tmp_path):

@@ -55,3 +55,11 @@ SIZES = {
 }
 """Named sizes. ``tiny`` is for tests; ``byte`` reads bytes, ``byte_shallow`` has half of its layers; ``seed_xl`` has
 171,098,880 parameters in 147 tensors."""
+
+
+def config_of(name_or_config: str | TransformerConfig) -> TransformerConfig:
+    """The sizes of a name, or sizes as they are; a ValueError if there are none."""
+    config = SIZES.get(name_or_config) if isinstance(name_or_config, str) else name_or_config
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(f"unknown model {name_or_config!r}: one of {', '.join(SIZES)}")
+    return config

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchref.models.toy import TiedToy
+from torchref.models.toy_test import TiedToy
 
 NUM_STEPS = 20
 GLOBAL_BATCH = 72  # divisible by every number of ranks below, with 1 and with 3 micro-batches

@@ -15,7 +15,7 @@ import torch
 import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.models import abstract, build
+from jaxddp.models.toy_test import abstract, build
 from torchref.launch import RankPool, launch
 
 from . import jax_side, torch_side

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from jax import lax
 
 import jaxddp
-import jaxddp.models
 import torchref
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.comparison_test import trained
+from jaxddp.models.toy_test import build as build_in_jax
 from torchref.communication import collectives, hooks
 from torchref.interop import from_numpy
-from torchref.models import build, loss_fn
+from torchref.models.toy_test import build, loss_fn
 from torchref.train import local_rows
 
 from . import jax_side
@@ -45,7 +45,7 @@ HOOKS = {
 def in_jax(name):
     hook = {"hook": HOOKS[name][0]} if name else {}
     with jax.enable_x64(True):
-        loss, _ = jaxddp.models.build("toy")
+        loss, _ = build_in_jax("toy")
         strategy = jaxddp.bucketed(BUCKET_MB, **hook)
         trainer = jaxddp.Trainer(loss, optax.sgd(RATE), strategy, jaxddp.data_mesh(NUM_RANKS))
         start = trainer.init(jax_side.initial_params("toy", "float64"))

@@ -10,7 +10,7 @@ import optax
 
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.models import build
+from jaxddp.models.toy_test import build
 from jaxddp.parity import trainings
 from jaxddp.tree import like
 

@@ -17,14 +17,14 @@ TWINS = (
     "communication/collectives",
     "communication/hooks",
     "communication/ring",
-    "models/toy",
+    "models/toy_test",
     "models/transformer",
-    "models/functional",
 )
 # What only one framework needs.
 ONLY_IN_ONE = {
     "plain": {"layer"},
-    "models/functional": {"abstract"},
+    "models/transformer": {"abstract", "loss_fn"},
+    "models/toy_test": {"abstract", "loss_fn", "test_abstract_is_build_without_values"},
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
         *("traced_platform", "varying", "as_varying"),

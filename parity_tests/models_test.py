@@ -10,7 +10,9 @@ import jaxddp.models
 import torchref.models
 from jaxddp.checkpoint import interop as in_jax
 from jaxddp.comparison_test import mostly_full
+from jaxddp.models import toy_test as toys_in_jax
 from torchref import interop as in_torch
+from torchref.models import toy_test as toys_in_torch
 
 # Float64: the frameworks sum in another order, which costs a few roundings of values near 1.
 ATOL = 1e-12
@@ -32,9 +34,9 @@ def numpy_batch(name, seed=0):
 @pytest.mark.parametrize("direction", ["to torch", "to jax"])
 def test_same_weights_give_same_loss_and_gradients(name, direction):
     with jax.enable_x64(True):
-        loss_fn, params = jaxddp.models.build(name, seed=1)
+        loss_fn, params = toys_in_jax.build(name, seed=1)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
-        module = torchref.models.build(name, seed=2).double()
+        module = toys_in_torch.build(name, seed=2).double()
         if direction == "to torch":
             in_torch.from_numpy(in_jax.to_numpy(params), module)
         else:
@@ -42,7 +44,7 @@ def test_same_weights_give_same_loss_and_gradients(name, direction):
 
         batch = numpy_batch(name)
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, jax.tree.map(jnp.asarray, batch))
-        torch_loss = torchref.models.loss_fn(module, {key: torch.from_numpy(array) for key, array in batch.items()})
+        torch_loss = toys_in_torch.loss_fn(module, {key: torch.from_numpy(array) for key, array in batch.items()})
         torch_loss.backward()
         assert loss.dtype == jnp.float64 and torch_loss.dtype == torch.float64
         assert abs(float(loss) - torch_loss.item()) < ATOL
@@ -76,8 +78,8 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
 
 @pytest.mark.parametrize("name", ["toy", "toy_tied", "tiny"])
 def test_initial_values_have_the_same_standard_deviation(name):
-    arrays = in_jax.to_numpy(jaxddp.models.build(name)[1])
-    for key, array in in_torch.to_numpy(torchref.models.build(name)).items():
+    arrays = in_jax.to_numpy(toys_in_jax.build(name)[1])
+    for key, array in in_torch.to_numpy(toys_in_torch.build(name)).items():
         if array.size >= 256:
             # Two samples of at least 256 normal numbers: their standard deviations differ by 6 % at one sigma.
             assert 0.75 < array.std() / arrays[key].std() < 1.33, key

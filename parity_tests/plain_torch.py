@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchref import plain
 from torchref.interop import from_numpy, to_numpy
-from torchref.models import build, loss_fn
+from torchref.models.toy_test import build, loss_fn
 from torchref.train import local_rows
 
 from .inputs import Arrays, batches

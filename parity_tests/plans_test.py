@@ -15,10 +15,12 @@ import jaxddp
 import jaxddp.models
 import torchref
 import torchref.models
-from jaxddp.checkpoint.interop import torch_names
+from jaxddp.checkpoint.interop import _named_leaves
 from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from jaxddp.communication.traces import plan_trace, trace_gradients
+from jaxddp.models.toy_test import abstract
 from torchref.communication.reduction import tensor_spec
+from torchref.models.toy_test import build
 
 from .jax_side import is_trainable
 
@@ -44,8 +46,8 @@ def abstract_batch(model):
 @functools.cache
 def traced(model):
     """The backward pass, which all strategies plan from, and the torch name of each parameter."""
-    loss_fn, params = jaxddp.models.abstract(model)
-    names = dict(zip(jaxddp.named_leaves(params), torch_names(params), strict=True))
+    loss_fn, params = abstract(model)
+    names = dict(zip(jaxddp.named_leaves(params), _named_leaves(params), strict=True))
     trained = {name: leaf for name, leaf in params.items() if is_trainable(name)}
     frozen = {name: leaf for name, leaf in params.items() if not is_trainable(name)}
     grad_fn = jax.grad(lambda trained, frozen, batch: loss_fn(trained | frozen, batch))
@@ -67,7 +69,7 @@ def torch_plans(model):
     found = {}
     for name in BUCKETED:
         takes = {"optimizer_cls": torch.optim.SGD, "lr": 0.1} if torchref.STRATEGIES[name].owns_optimizer else {}
-        net = torchref.make_strategy(name, torchref.models.build(model), **takes)
+        net = torchref.make_strategy(name, build(model), **takes)
         collectives = [net.planned_collectives(num_microbatches=count) for count in NUM_MICROBATCHES]
         found[name] = described(net.plan.buckets), collectives
     return found

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torchref
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import RankPool
-from torchref.models import build, loss_fn
+from torchref.models.toy_test import build, loss_fn
 from torchref.train import local_rows
 
 from .cases import LEARNING_RATES, STRATEGIES, Case

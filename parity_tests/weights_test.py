@@ -8,11 +8,11 @@ import torch
 
 import jaxddp
 import torchref.interop
-import torchref.models
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.interop import from_numpy, to_numpy
 from jaxddp.checkpoint.weights import load_weights
-from jaxddp.models import build
+from jaxddp.models.toy_test import build
+from torchref.models.toy_test import build as build_in_torch, loss_fn as loss_in_torch
 
 
 def test_a_checkpoint_continues_in_torch(tmp_path):
@@ -30,10 +30,8 @@ def test_a_checkpoint_continues_in_torch(tmp_path):
         np.savez(tmp_path / "weights.npz", **to_numpy(on_1.params(state)))
         expected = float(on_1.evaluate(state, batch))
 
-        module = torchref.interop.from_numpy(
-            load_weights(tmp_path / "weights.npz"), torchref.models.build("toy").double()
-        )
-        loss = torchref.models.loss_fn(module, {name: torch.from_numpy(array) for name, array in batch.items()})
+        module = torchref.interop.from_numpy(load_weights(tmp_path / "weights.npz"), build_in_torch("toy").double())
+        loss = loss_in_torch(module, {name: torch.from_numpy(array) for name, array in batch.items()})
         assert abs(loss.item() - expected) < 1e-12  # float64, the frameworks sum in another order
         assert expected < float(loss_fn(params, batch)) - 0.01
 

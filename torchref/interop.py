@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from jaxddp.checkpoint.weights import as_numpy
+
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
     """Copies a module's ``state_dict`` to NumPy: fresh, writable, C-contiguous arrays by name, in its order."""
-    return {name: _as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
+    return {name: as_numpy(tensor).copy(order="C") for name, tensor in module.state_dict().items()}
 
 
 def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
@@ -29,7 +31,7 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
         ValueError: If names, shapes or dtypes are not the module's, or the values given for a shared parameter differ.
     """
     tensors = module.state_dict(keep_vars=True)
-    given = {name: _as_numpy(array) for name, array in arrays.items()}
+    given = {name: as_numpy(array) for name, array in arrays.items()}
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -58,15 +60,3 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
             copied = torch.from_numpy((array.view(np.int16) if is_bfloat16 else array).copy())  # it may be read-only
             tensor.copy_(copied.view(torch.bfloat16) if is_bfloat16 else copied)
     return module
-
-
-def _as_numpy(array: Any) -> np.ndarray:
-    """A NumPy view or copy of an array or tensor."""
-    if not isinstance(array, torch.Tensor):
-        return np.asarray(array)
-    tensor = array.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes  # only bfloat16 needs it
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -41,7 +40,6 @@ from jaxddp.processes.watchdog import watch
 _T = TypeVar("_T")
 
 _LEAVE_TIMEOUT_S = 20.0
-_open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
 
 
@@ -70,7 +68,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _check_ranks(max_ranks, backend)
         self.max_ranks, self._backend, self._prepare = max_ranks, backend, prepare
         self._workers: dict[int, _Worker] = {}
-        _open_pools.add(self)
+        atexit.register(self.close)  # runs before multiprocessing's hook, which waits for all processes
 
     def run(
         self,
@@ -187,12 +185,6 @@ def shared_pool() -> RankPool:
     return RankPool(8)
 
 
-@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
-def _close_open_pools() -> None:
-    for pool in list(_open_pools):
-        pool.close()
-
-
 class _Worker:
     """The parent's handle on a rank's process."""
 
@@ -246,7 +238,9 @@ def _serve(pipe: connection.Connection, rank: int, backend: str, prepare: Any, d
         try:
             send("result", run(*args))
         except BaseException as error:  # or it does not pickle
-            send("failure", _describe(error))
+            what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+            when = time.monotonic()  # on the clock that all processes share
+            send("failure", (when, what, "".join(traceback.format_exception(error))))
 
     # Before any thread starts, so that threads inherit what it sets.
     answer(prepare or (lambda rank: None), rank)
@@ -286,13 +280,6 @@ def _run(
         return fn(*args)
     finally:
         _send_message = None  # of threads that go on
-
-
-def _describe(error: BaseException) -> tuple[float, str, str]:
-    """When, on the clock that all processes share; what; and the traceback."""
-    details = "".join(traceback.format_exception(error))
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
-    return time.monotonic(), first.removesuffix(": "), details
 
 
 # Processes that a launcher has started.

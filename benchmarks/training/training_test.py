@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.ranks import Ranks
-from benchmarks.training import torch_side
+from benchmarks.training import jax_side, torch_side
 from benchmarks.training.rank import PATH_TOLERANCE, check, distance, exposed, train
 from benchmarks.training.setup import StrategySpec, TrainingSetup
+from jaxddp.models import toy_test as toys_in_jax
 from torchref.launch import shared_pool
+from torchref.models import toy_test as toys_in_torch
 
 _RNG = np.random.default_rng(0)
 # The same batch in every round, so that the loss must fall.
@@ -28,9 +30,18 @@ TOY = TrainingSetup(
 )  # fmt: skip
 
 
+def train_toy(ranks, setup):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_side, "build", toys_in_jax.build)
+        patch.setattr(torch_side, "build_in_jax", toys_in_jax.build)
+        patch.setattr(torch_side, "build", toys_in_torch.build)
+        patch.setattr(torch_side, "loss_fn", toys_in_torch.loss_fn)
+        return train(ranks, setup)
+
+
 @pytest.fixture(scope="module")
 def rows():
-    return TOY.ranks.run(train, TOY, in_jax=True, say=print)
+    return TOY.ranks.run(train_toy, TOY, in_jax=True, say=print)
 
 
 def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):
@@ -64,7 +75,7 @@ def silent_and_failing(ranks, setup):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_side.TorchSide, "_peer", broken)
         patch.setattr(torch_side, "silent", lambda: 1 / 0)
-        return train(ranks, setup)
+        return train_toy(ranks, setup)
 
 
 def test_what_is_wrong_is_marked_and_what_fails_is_a_row():

@@ -11,7 +11,7 @@ import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
 from jaxddp.comparison_test import assert_near, refusal as line_of, trained
-from jaxddp.models.toy import ToyMLP
+from jaxddp.models.toy_test import ToyMLP
 
 pytestmark = pytest.mark.usefixtures("x64")
 NUM_STEPS = 5

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ..tree import named_leaves
+from .weights import as_numpy
 
 Params = Any
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
@@ -57,7 +57,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
         ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
     """
     leaves = _named_leaves(like)
-    given = {name: _as_numpy(array) for name, array in arrays.items()}
+    given = {name: as_numpy(array) for name, array in arrays.items()}
     wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
     found = {name: f"{array.dtype} {array.shape}" for name, array in given.items()}
     faults = [
@@ -74,11 +74,6 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
-def torch_names(params: Params) -> list[str]:
-    """Lists PyTorch's names of a Flax tree's parameters, in the order of the tree; raises as ``to_numpy``."""
-    return list(_named_leaves(params))
-
-
 def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
@@ -89,13 +84,3 @@ def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
             raise ValueError(f"{path!r} and another leaf have the name {name!r} in PyTorch")
         leaves[name] = (*dims[:-3:-1], *dims[:-2]) if last == "kernel" else dims, leaf
     return leaves
-
-
-def _as_numpy(array: Any) -> np.ndarray:
-    """A NumPy view or copy of an array or a PyTorch tensor."""
-    if not hasattr(array, "detach"):
-        return np.asarray(array)
-    tensor = array.detach().cpu()
-    if str(tensor.dtype) == "torch.bfloat16":  # exact: every bfloat16 is a float32
-        return tensor.float().numpy().astype(ml_dtypes.bfloat16)
-    return tensor.numpy()

@@ -1,8 +1,13 @@
-"""Weights in one ``.npz`` file, by name, as ``np.savez(path, **interop.to_numpy(params))`` writes them."""
+"""Weights in one ``.npz`` file, by name, as ``np.savez(path, **interop.to_numpy(params))`` writes them.
+
+Both packages use this file; no framework is imported.
+"""
 
 import os
 import zipfile
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -13,3 +18,15 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             return dict(archive)
     except (zipfile.BadZipFile, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """A NumPy view or copy of an array or a PyTorch tensor."""
+    if not hasattr(array, "detach"):
+        return np.asarray(array)
+    tensor = array.detach().cpu()
+    if str(tensor.dtype) != "torch.bfloat16":
+        return tensor.numpy()
+    import torch  # whose tensor it is
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

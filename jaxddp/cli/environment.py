@@ -5,7 +5,7 @@ import re
 import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..processes.job import visible_gpus
 
@@ -28,14 +28,6 @@ class Gpu(NamedTuple):
     driver: str
     memory_bytes: int
     free_bytes: int
-
-
-def facts() -> dict[str, Any]:
-    """What every row of a benchmark records: driver, GPUs and variables, as far as there are any."""
-    found = gpus()
-    driver = found[0].driver if found else None
-    every = {"driver": driver, "gpus": [gpu.name for gpu in found], "variables": variables()}
-    return {name: value for name, value in every.items() if value}
 
 
 def gpus() -> list[Gpu]:

@@ -245,12 +245,8 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
             raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
-    is_complete = training.num_steps >= options.steps
-    say(
-        f"complete: {training.num_steps} of {options.steps} steps are taken"
-        if is_complete
-        else f"resumed at step {step}"
-    )
+    complete = f"complete: {training.num_steps} of {options.steps} steps are taken"
+    say(complete if training.num_steps >= options.steps else f"resumed at step {step}")
     return saved["examples"] // options.batch_size
 
 

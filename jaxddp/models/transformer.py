@@ -9,13 +9,19 @@ References:
     Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..sizes import TransformerConfig
+from ..sizes import TransformerConfig, config_of
 from ..zero import layer
+
+Params = Any
+Loss = Callable[[Params, dict[str, jax.Array]], jax.Array]
 
 # One distribution for every matrix of both packages: N(0, 1 / fan_in), and N(0, 1 / width) for the embedding.
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -131,3 +137,42 @@ class Transformer(nnx.Module):
         for block in self.layers:
             x = run_block(block, x)
         return layer(lambda head, norm, x: head(norm(x)))(self.head, self.norm, x)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over tokens of ``log sum exp(logits [..., vocab]) - logits[targets [...]]``, in nats; all targets count."""
+    # Comparing every id with the target keeps the gradient elementwise; an indexed read would make it a scatter.
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
+
+
+def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss, Params]:
+    """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters in float32.
+
+    ``name_or_config`` is a name in ``SIZES``, or sizes. Parameters are nested dictionaries; a batch is integers,
+    ``{"tokens", "targets": [batch, length]}``.
+
+    Example:
+        >>> loss_fn, params = build("tiny")
+        >>> tokens = jnp.zeros((2, 16), int)
+        >>> loss_fn(params, {"tokens": tokens, "targets": tokens}).shape
+        ()
+    """
+    return _functional(Transformer(config_of(name_or_config), rngs=nnx.Rngs(seed)))
+
+
+def abstract(name_or_config: str | TransformerConfig) -> tuple[Loss, Params]:
+    """Like ``build``, with ``jax.ShapeDtypeStruct`` for every parameter: nothing is computed or allocated."""
+    config = config_of(name_or_config)
+    return _functional(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+
+def _functional(model: Transformer) -> tuple[Loss, Params]:
+    """Splits a module into a function of its parameters and those parameters, named as the modules are."""
+    graph, state = nnx.split(model, nnx.Param)
+
+    def loss_fn(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+        return cross_entropy(nnx.merge(graph, params)(batch["tokens"]), batch["targets"])
+
+    return loss_fn, nnx.to_pure_dict(state)

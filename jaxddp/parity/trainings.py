@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..arguments import check_integer
 from ..checkpoint.host_state import is_key, to_host
-from ..checkpoint.interop import to_numpy, torch_names
+from ..checkpoint.interop import to_numpy
 from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
 from ..mesh import data_mesh, no_mesh
 from ..registry import STRATEGIES, make_strategy
@@ -179,7 +179,8 @@ def _under_torch(task: Task, given: tuple[Any, Any, Any], expected: Sequence[Any
     import torchref
     from torchref import interop
 
-    weights, ours = to_numpy(task.params), dict(zip(torch_names(task.params), named_leaves(task.params), strict=True))
+    weights = to_numpy(task.params)
+    ours = dict(zip(weights, named_leaves(task.params), strict=True))  # by PyTorch's names
     module, loss_fn, make_optimizer = copy.deepcopy(given[0]), *given[1:]
     module.to(torch.from_numpy(next(iter(weights.values()))).dtype)
     buffers = {name: tensor for name, tensor in module.named_buffers() if name in module.state_dict()}

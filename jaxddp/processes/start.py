@@ -13,6 +13,7 @@ from jaxlib import _jax
 
 from .. import __version__
 from ..plugins import devices
+from ..training.validation import count_examples
 from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
@@ -71,17 +72,11 @@ def start_process(
 
 def local_rows(batch: Any) -> Any:
     """Selects this process's rows ``[global batch / processes, ...]`` of a batch ``[global batch, ...]``."""
-    index, count = jax.process_index(), jax.process_count()
-
-    def rows(leaf: Any) -> Any:
-        if not getattr(leaf, "shape", ()):
-            raise ValueError(f"batch leaf (={leaf!r}) must be an array whose dimension 0 counts examples")
-        if len(leaf) % count:
-            raise ValueError(f"batch (={len(leaf)} examples) must be divisible by the number of processes (={count})")
-        size = len(leaf) // count
-        return leaf[index * size : (index + 1) * size]
-
-    return jax.tree.map(rows, batch)
+    index, count, num_examples = jax.process_index(), jax.process_count(), count_examples(batch)
+    if num_examples % count:
+        raise ValueError(f"batch (={num_examples} examples) must be divisible by the number of processes (={count})")
+    size = num_examples // count
+    return jax.tree.map(lambda leaf: leaf[index * size : (index + 1) * size], batch)
 
 
 def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import jaxddp
 from jaxddp.comparison_test import assert_near, on_one_device, refusal
-from jaxddp.models import build
+from jaxddp.models.toy_test import build
 
 NUM_RANKS = 4
 NUM_STEPS = 5

@@ -12,7 +12,7 @@ from jaxddp.communication.buckets import TensorSpec
 from jaxddp.communication.planned import planned_collectives
 from jaxddp.comparison_test import compiled_as_planned, mostly_full, refusal
 from jaxddp.instruments.targets import start_compile_for_target
-from jaxddp.models import abstract, build
+from jaxddp.models.toy_test import abstract, build
 
 BUCKETED = jaxddp.bucketed(0.0005)  # two buckets
 

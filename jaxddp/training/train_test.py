@@ -9,7 +9,7 @@ import pytest
 
 import jaxddp
 from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
-from jaxddp.models import build
+from jaxddp.models.toy_test import build
 from jaxddp.training.jit_baseline import auto_step
 
 

@@ -10,14 +10,13 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from jaxddp.sizes import TransformerConfig
-
-from .toy import _linear
+from jaxddp.sizes import TransformerConfig, config_of
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
@@ -39,6 +38,12 @@ def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    linear = nn.Linear(in_features, out_features, bias=False)
+    nn.init.normal_(linear.weight, std=in_features**-0.5)  # N(0, 1 / fan_in), as of every matrix in both packages
+    return linear
 
 
 class Attention(nn.Module):
@@ -113,3 +118,24 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, tables)
         return self.head(self.norm(x))
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ``log sum exp(logits) - logits[target]``, in nats, of ``[..., vocab]`` and ids ``[...]``."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long())
+
+
+def loss_fn(model: Callable[[torch.Tensor], torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean loss of a module, or a wrapper around one, over integers ``tokens`` and ``targets [batch, length]``."""
+    return cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def build(name_or_config: str | TransformerConfig, seed: int = 0) -> Transformer:
+    """Makes a model of float32 on the CPU; the global generator is left as it was.
+
+    ``name_or_config`` is a name in ``SIZES``, or sizes.
+    """
+    config = config_of(name_or_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Transformer(config)

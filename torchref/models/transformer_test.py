@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchref.models import SIZES, Transformer, rotary_tables
+from torchref.models import SIZES, Transformer, build
+from torchref.models.transformer import rotary_tables
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -20,3 +21,16 @@ def test_tables_made_in_inference_mode_serve_in_training():
         model(tokens)
     model(tokens).sum().backward()
     assert rotary_tables.cache_info().misses == 1
+
+
+def test_the_seed_decides_the_parameters_and_leaves_the_global_generator():
+    state = torch.random.get_rng_state()
+    first, again, other = (build("tiny", seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="^unknown model 'foo': one of tiny, byte, "):
+        build("foo")

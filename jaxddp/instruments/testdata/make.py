@@ -37,6 +37,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import jaxddp
 from jaxddp import models, targets
 from jaxddp.instruments.targets import start_compile_for_target
+from jaxddp.models.toy_test import abstract
 
 NUM_DEVICES = 8
 SEQUENCES_PER_DEVICE = 6  # not 8, to tell batch dims from device dims
@@ -50,7 +51,7 @@ EXAMPLES = {name: jax.ShapeDtypeStruct((NUM_DEVICES * 3 * 20, width), F32) for n
 
 
 def _trainer(platform: str, model: str, batch: Any, strategy: jaxddp.Strategy, **options: Any) -> str:
-    loss_fn, params = models.abstract(model)
+    loss_fn, params = abstract(model)
     trainer = jaxddp.Trainer(loss_fn, optax.adamw(1e-3), strategy, _mesh(platform), **options)
     return str(trainer.compile(trainer.abstract_state(params), batch).as_text())
 

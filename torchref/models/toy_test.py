@@ -1,17 +1,15 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias. ``build`` and ``loss_fn`` are those of
+``torchref.models``, and know the toys as well.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-def _linear(in_features: int, out_features: int) -> nn.Linear:
-    linear = nn.Linear(in_features, out_features, bias=False)
-    nn.init.normal_(linear.weight, std=in_features**-0.5)  # N(0, 1 / fan_in), as of every matrix in both packages
-    return linear
+from torchref import models
+from torchref.models.transformer import _linear
 
 
 class ToyMLP(nn.Module):
@@ -64,3 +62,23 @@ class UnusedToy(ToyMLP):
         self.unused = _linear(hidden, hidden)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
         self.down = _linear(hidden, out_features)
+
+
+TOYS = {
+    "toy": lambda: ToyMLP(10, 16, 5),
+    "toy_tied": lambda: TiedToy(10, 16),
+    "toy_frozen": lambda: FrozenToy(10, 16, 5),
+    "toy_unused": lambda: UnusedToy(10, 16, 5),
+}
+
+
+def build(name, seed=0):
+    if name not in TOYS:
+        return models.build(name, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TOYS[name]()
+
+
+def loss_fn(model, batch):
+    return models.loss_fn(model, batch) if "tokens" in batch else F.mse_loss(model(batch["x"]), batch["y"])

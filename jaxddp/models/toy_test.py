@@ -1,11 +1,16 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
 All are Linear without bias, ReLU, LayerNorm, Linear without bias. The parameters' dtype is the compute dtype.
+``build`` and ``abstract`` are those of ``jaxddp.models``, and know the toys as well: each is one unit of ``zero3``.
 """
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
+
+from jaxddp import models
+from jaxddp.zero import layer
 
 # One distribution for every matrix of both packages: N(0, 1 / fan_in).
 _init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -70,3 +75,35 @@ class UnusedToy(ToyMLP):
         self.unused = _linear(hidden, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
+
+
+TOYS = {
+    "toy": lambda rngs: ToyMLP(10, 16, 5, rngs=rngs),
+    "toy_tied": lambda rngs: TiedToy(10, 16, rngs=rngs),
+    "toy_frozen": lambda rngs: FrozenToy(10, 16, 5, rngs=rngs),
+    "toy_unused": lambda rngs: UnusedToy(10, 16, 5, rngs=rngs),
+}
+
+
+def build(name, seed=0):
+    return _functional(TOYS[name](nnx.Rngs(seed))) if name in TOYS else models.build(name, seed)
+
+
+def abstract(name):
+    return _functional(nnx.eval_shape(lambda: TOYS[name](nnx.Rngs(0)))) if name in TOYS else models.abstract(name)
+
+
+def _functional(model):
+    graph, state = nnx.split(model, nnx.Param)
+    unit = layer(lambda model, x: model(x))
+
+    def mean_squared_error(params, batch):
+        return jnp.mean((unit(nnx.merge(graph, params), batch["x"]) - batch["y"]) ** 2)
+
+    return mean_squared_error, nnx.to_pure_dict(state)
+
+
+@pytest.mark.parametrize("name", [*TOYS, "tiny"])
+def test_abstract_is_build_without_values(name):
+    params, shapes = build(name)[1], abstract(name)[1]
+    assert jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params) == shapes
