@@ -93,10 +93,6 @@ class Layout:
     specs = cached_property(lambda self: {name: leaf.spec for name, leaf in self.leaves.items()})
     shard_specs = cached_property(lambda self: {name: leaf.shard_spec for name, leaf in self.leaves.items()})
 
-    def whole(self) -> Any:
-        """Describes the full parameters, in the dtypes in which they are updated."""
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.updated)
-
 
 class Strategy(NamedTuple):
     """A way to train on several ranks with equal results; see the module's docstring."""

@@ -16,8 +16,8 @@ import jaxddp.models
 import torchref
 import torchref.models
 from jaxddp.checkpoint.interop import torch_names
-from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from jaxddp.communication.traces import plan_trace, trace_gradients
+from jaxddp.comparison_test import planned_collectives as planned_in_jax
 from torchref.communication.reduction import tensor_spec
 
 from .jax_side import is_trainable
