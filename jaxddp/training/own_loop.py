@@ -76,7 +76,6 @@ def value_and_grad(
         1.0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
-    check_kind("axis", axis, str, "the name of a mesh axis")
     if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
         raise ValueError(
             f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"
@@ -197,7 +196,6 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         >>> plan.names, plan.constants
         (('b', 'a'), ('unused',))
     """
-    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 

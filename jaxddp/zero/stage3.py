@@ -165,8 +165,6 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         ...         x = dense(one, x)
         ...     return jnp.mean((x - batch["y"]) ** 2)
     """
-    if not callable(fn):  # here, since a loss marks its layers in the first step
-        raise ValueError(f"fn (={fn!r:.80}) must be a function")
 
     @functools.wraps(fn)
     def unit(*args: Any, **kwargs: Any) -> Any:
