@@ -76,6 +76,7 @@ def value_and_grad(
         1.0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
+    check_kind("axis", axis, str, "the name of a mesh axis")
     if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
         raise ValueError(
             f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"

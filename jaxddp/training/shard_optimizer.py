@@ -10,7 +10,7 @@ import jax
 import optax
 from jax import lax
 
-from ..arguments import check_optimizer, check_positive
+from ..arguments import check_kind, check_optimizer, check_positive
 from ..communication.buckets import BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import varying
 from ..communication.reduction import check_grads
@@ -69,6 +69,7 @@ def shard_optimizer(
         ((8,), (2,))
     """
     check_optimizer(optimizer)
+    check_kind("axis", axis, str, "the name of a mesh axis")
     if max_grad_norm is not None:
         check_positive("max_grad_norm", max_grad_norm)
     optimizer = optax.with_extra_args_support(optimizer)
