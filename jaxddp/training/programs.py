@@ -68,6 +68,7 @@ class Programs:
         platform: Of the mesh.
         held: Describes a state of step 0, as it lies over the ranks, without a model state.
         shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
+        batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:
@@ -86,7 +87,7 @@ class Programs:
         self.held = state(lambda leaf: leaf.held, ())._replace(step=step, key=key)
         self.shardings = state(lambda leaf: leaf.sharding(mesh, axis), NamedSharding(mesh, P()))
         self._specs = state(lambda leaf: leaf.rank_spec(axis), P())
-        self._batch_sharding = NamedSharding(mesh, P(axis))
+        self.batch_sharding = NamedSharding(mesh, P(axis))
         self._traces: dict[Any, GradientTrace] = {}
         self._programs: dict[Any, Any] = {}
 
@@ -199,7 +200,7 @@ class Programs:
 
         replicated = NamedSharding(self._mesh, P())
         options = {
-            "in_shardings": (self.shardings, self._batch_sharding),
+            "in_shardings": (self.shardings, self.batch_sharding),
             "out_shardings": (self.shardings, replicated) if is_step else replicated,
             "donate_argnums": (0,) if is_step else (),  # the next state takes the place of the last one
             "compiler_options": self._options,
@@ -213,7 +214,7 @@ class Programs:
     def _typed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Describes arrays with their shardings, which are in their types where axes of the mesh are explicit."""
         typed = jax.tree.map(lambda sharding, tree: abstract(tree, sharding), self.shardings, state)
-        return typed, abstract(host_arrays(batch), self._batch_sharding)
+        return typed, abstract(host_arrays(batch), self.batch_sharding)
 
     def _placed(self, state: TrainState) -> TrainState:
         """Keeps a state on the devices of a rank as its layout says: XLA would place it as the loss uses it."""

@@ -166,7 +166,7 @@ class Trainer:
         """Number of ranks."""
         return self.ranks.num_ranks
 
-    @cached_property
+    @property
     def batch_sharding(self) -> NamedSharding:
         """How the arrays of a batch lie over the ranks: split along dimension 0."""
         return NamedSharding(self.mesh, P(self.ranks.axis))
@@ -267,7 +267,7 @@ class Trainer:
             batch = self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, batch)
         model, program = self._steps[key]
-        return self._run(model, program, state, self._place(batch), is_call=False)
+        return self._run(model, program, state, self._place(model, batch), is_call=False)
 
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
@@ -522,7 +522,7 @@ class Trainer:
             if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
                 check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
-            batch = self._place(batch)
+            batch = self._place(model, batch)
             if is_new and state is not None:
                 alike = {}
                 with contextlib.suppress(ValueError):  # raised again once all processes have come
@@ -532,11 +532,11 @@ class Trainer:
                 check_alike(alike, BATCH_S)
             self._agreed.add(key)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
-        return self._place(batch)
+        return self._place(model, batch)
 
-    def _place(self, batch: Any) -> Any:
+    def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""
-        by_rank = self.batch_sharding
+        by_rank = model.batch_sharding
         if all(isinstance(leaf, jax.Array) and leaf.sharding == by_rank for leaf in jax.tree.leaves(batch)):
             return batch  # device_put would take as long as all other checks of a step
         if jax.process_count() > 1:
