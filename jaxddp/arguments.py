@@ -13,12 +13,6 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
         raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
 
 
-def check_function(name: str, value: Any, wanted: str = "a function") -> None:
-    """Refuses what cannot be called."""
-    if not callable(value):
-        raise ValueError(f"{name} (={_short(value)}) must be {wanted}")
-
-
 def check_optimizer(optimizer: Any) -> None:
     """Refuses what is no optax transformation."""
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):

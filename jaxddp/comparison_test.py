@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxddp
+from jaxddp.communication.planned import planned_along
+from jaxddp.strategy import Ranks
 
 
 def assert_near(found, expected, atol=1e-12):
@@ -46,6 +48,12 @@ def compiled_as_planned(trainer, state, batch):
     compiled = jaxddp.gradient_collectives(trainer.compile(state, batch))
     assert compiled == sorted(trainer.planned(state, batch))
     return compiled
+
+
+def planned_collectives(strategy, plan, num_ranks, platform="gpu", *, num_microbatches=1):
+    """The kind and the bytes on the wire of what a plan communicates in one step over one axis."""
+    ranks = Ranks("data", num_ranks, num_ranks)
+    return [(one.kind, one.num_bytes) for one in planned_along(strategy, plan, ranks, platform, num_microbatches)]
 
 
 def mostly_full(quick, cases):

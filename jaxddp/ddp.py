@@ -33,7 +33,6 @@ import optax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from .arguments import check_function
 from .communication.buckets import (
     BucketMb,
     BucketPlan,
@@ -47,13 +46,17 @@ from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
-from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, register
+from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype
 from .tree import like, split
 
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
-    """A strategy of full parameters, by its plan."""
-    return Strategy(name, plan, layout_full, in_compute_dtype, partial(reduce_full, hook), update_full, hook=hook)
+    """A strategy of full parameters, by its plan: every rank gets all mean gradients."""
+
+    def reduce(grads: Any, plan: BucketPlan, layout: Layout, *divisor_and_number: Any) -> Means:
+        return all_reduce_grads(layout.ranks, hook, grads, plan, *divisor_and_number)
+
+    return Strategy(name, plan, layout_full, in_compute_dtype, reduce, update_full, hook=hook)
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
@@ -86,13 +89,6 @@ def mirrored(params: Any, state: Any) -> Any:
         return Leaf(struct.shape, struct.dtype) if mirror is None else replace(leaves[mirror], dtype=struct.dtype)
 
     return jax.tree.map_with_path(place, state)
-
-
-def reduce_full(
-    hook: Hook | None, grads: Mapping[str, jax.Array], plan: BucketPlan, layout: Layout, *divisor_and_number: Any
-) -> Means:
-    """Every rank gets all mean gradients."""
-    return all_reduce_grads(layout.ranks, hook, grads, plan, *divisor_and_number)
 
 
 def all_reduce_grads(
@@ -133,25 +129,21 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
     return Optimizer(optimizer.init, step)
 
 
-@register
 def naive() -> Strategy:
     """One all-reduce per parameter, after the whole backward."""
     return replicated("naive", partial(plan_per_tensor, after_backward=True))
 
 
-@register
 def flat() -> Strategy:
     """One all-reduce of everything, or one per dtype, after the whole backward."""
     return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
 
 
-@register
 def overlapped() -> Strategy:
     """One all-reduce per parameter, as its gradient becomes ready."""
     return replicated("overlapped", plan_per_tensor)
 
 
-@register
 def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
     """One all-reduce per bucket, as the bucket fills.
 
@@ -164,7 +156,5 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
     Raises:
         ValueError: If a cap or the rule is out of range.
     """
-    if hook is not None:
-        check_function("hook", hook, "a function (buffer, axis) -> sum over the ranks, or None")
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

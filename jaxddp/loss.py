@@ -66,15 +66,12 @@ class Part(NamedTuple):
     weight: jax.Array | None
 
 
-def is_marker(leaf: Any) -> bool:
-    """Whether a leaf is marked."""
-    return isinstance(leaf, (Mean, Sum, PerExample))
+MARKERS = (Mean, Sum, PerExample)
 
 
 def map_marked(function: Callable[[Any, Any], Any], tree: Any) -> Any:
     """Maps ``(path, leaf)`` of what a user's function gives; what is marked or ``Weighted`` is a leaf."""
-    markers = (Weighted, Mean, Sum, PerExample)
-    return jax.tree_util.tree_map_with_path(function, tree, is_leaf=lambda leaf: isinstance(leaf, markers))
+    return jax.tree_util.tree_map_with_path(function, tree, is_leaf=lambda leaf: isinstance(leaf, (Weighted, *MARKERS)))
 
 
 def map_parts(function: Callable[..., Any], *trees: Any) -> Any:
@@ -127,7 +124,7 @@ class Measure:
             where = f"eval_fn (={name}): {path_name(path)!r}"
             if isinstance(leaf, Weighted):
                 return Part(*(part_of(where, Sum(wide(one)), len(is_real), is_real).values for one in leaf))
-            if not is_marker(leaf):
+            if not isinstance(leaf, MARKERS):
                 raise ValueError(f"{where} must be marked as jaxddp.Mean, Sum or PerExample")
             return part_of(where, leaf, len(is_real), is_real)
 
@@ -176,7 +173,7 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         num_examples = jax.tree.leaves(batch)[0].shape[0]
 
         def aux_part(path: Any, leaf: Any) -> Any:
-            if is_marker(leaf):
+            if isinstance(leaf, MARKERS):
                 return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
             if isinstance(leaf, Weighted):
                 return Part(wide(leaf.total), _finite(wide(leaf.weight)))

@@ -93,10 +93,6 @@ class Layout:
     specs = cached_property(lambda self: {name: leaf.spec for name, leaf in self.leaves.items()})
     shard_specs = cached_property(lambda self: {name: leaf.shard_spec for name, leaf in self.leaves.items()})
 
-    def whole(self) -> Any:
-        """Describes the full parameters, in the dtypes in which they are updated."""
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.updated)
-
 
 class Strategy(NamedTuple):
     """A way to train on several ranks with equal results; see the module's docstring."""
@@ -115,15 +111,6 @@ class Strategy(NamedTuple):
     hook: Callable[..., jax.Array] | None = None  # sums a bucket instead of an all-reduce; ``communication/hooks.py``
     sends: bool = True  # False if it communicates nothing: ``without_communication``
     variant: str = ""  # tells it in tables from others of its name, such as ``"by leaves"``
-
-
-STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py, which fills it
-
-
-def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
-    """Adds a factory to ``STRATEGIES`` under its own name; a decorator."""
-    STRATEGIES[factory.__name__] = factory
-    return factory
 
 
 def in_compute_dtype(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:

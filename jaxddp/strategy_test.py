@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.communication.planned import planned_collectives
-from jaxddp.comparison_test import assert_near, compiled_as_planned, mostly_full, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, mostly_full, planned_collectives, refusal
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.strategy import without_communication
 

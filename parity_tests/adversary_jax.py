@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 
 import jaxddp
 from jaxddp.communication.collectives import as_varying
-from jaxddp.communication.planned import planned_collectives
 from jaxddp.communication.traces import plan_trace, trace_gradients
+from jaxddp.comparison_test import planned_collectives
 from jaxddp.loss import partial_loss
 
 NUM_STEPS = 3

@@ -15,10 +15,16 @@ import jaxddp
 import jaxddp.models
 import torchref
 import torchref.models
+<<<<<<< HEAD
 from jaxddp.checkpoint.interop import _named_leaves
 from jaxddp.communication.planned import planned_collectives as planned_in_jax
 from jaxddp.communication.traces import plan_trace, trace_gradients
 from jaxddp.models.toy_test import abstract
+=======
+from jaxddp.checkpoint.interop import torch_names
+from jaxddp.communication.traces import plan_trace, trace_gradients
+from jaxddp.comparison_test import planned_collectives as planned_in_jax
+>>>>>>> cut_c
 from torchref.communication.reduction import tensor_spec
 from torchref.models.toy_test import build
 

@@ -32,30 +32,24 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
     """
     tensors = module.state_dict(keep_vars=True)
     given = {name: as_numpy(array) for name, array in arrays.items()}
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names_of.setdefault(id(tensor), []).append(name)
-
+    sources: dict[torch.Tensor, str] = {}  # of those that are given, the first name
     faults = [f"unknown {name!r}" for name in given if name not in tensors]
-    sources: list[tuple[torch.Tensor, np.ndarray]] = []
-    for names in names_of.values():
-        tensor, found = tensors[names[0]], [name for name in names if name in given]
-        if not found:
-            faults.append(f"missing {names[0]!r}")
+    for name, tensor in tensors.items():
+        if name not in given:
             continue
-        array = given[found[0]]
-        sources.append((tensor, array))
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if (array.shape, array.dtype.name) != (shape, dtype):
-            faults.append(f"{found[0]!r} is {array.dtype} {array.shape}, not {dtype} {shape}")
-        for name in found[1:]:
-            other = given[name]
-            if (array.dtype, array.shape, array.tobytes()) != (other.dtype, other.shape, other.tobytes()):
-                faults.append(f"{name!r} differs from {found[0]!r}, to which it is tied")
+        found = f"{given[name].dtype} {given[name].shape}"
+        wanted = f"{str(tensor.dtype).removeprefix('torch.')} {(*tensor.shape,)}"
+        first = sources.setdefault(tensor, name)
+        if found != wanted:
+            faults.append(f"{name!r} is {found}, not {wanted}")
+        elif given[name].tobytes() != given[first].tobytes():
+            faults.append(f"{name!r} differs from {first!r}, to which it is tied")
+    faults += [f"missing {name!r}" for name, tensor in tensors.items() if tensor not in sources]
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")
     with torch.no_grad():
-        for tensor, array in sources:
+        for tensor, name in sources.items():
+            array = given[name]
             is_bfloat16 = array.dtype.name == "bfloat16"
             copied = torch.from_numpy((array.view(np.int16) if is_bfloat16 else array).copy())  # it may be read-only
             tensor.copy_(copied.view(torch.bfloat16) if is_bfloat16 else copied)

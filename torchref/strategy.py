@@ -41,9 +41,7 @@ from .communication.reduction import check_dense, tensor_spec
 from .communication.sharding import Cut, gather_whole
 from .parts import PartialGradient, Shard
 
-# Options of DistributedDataParallel that change nothing here.
-_HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
-OPTIONS = {"process_group", "broadcast_buffers", *_HARMLESS}
+OPTIONS = {"process_group", "broadcast_buffers"}
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
@@ -68,7 +66,6 @@ class DataParallel(nn.Module, abc.ABC):
         *,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
-        **ddp_options: Any,
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
@@ -76,13 +73,10 @@ class DataParallel(nn.Module, abc.ABC):
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
-            **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
-            ValueError: If there is nothing to train, the module is wrapped, an option is unknown, or ranks differ.
+            ValueError: If there is nothing to train, the module is wrapped, or ranks differ.
         """
-        if unknown := ddp_options.keys() - _HARMLESS:
-            raise ValueError(f"{type(self).__name__} has no option {min(unknown)}; caps of buckets are bucket_mb")
         check_module(module)
         super().__init__()
         self.module, self.process_group = module, process_group
@@ -379,19 +373,6 @@ class DataParallel(nn.Module, abc.ABC):
             parameter.grad = torch.zeros_like(parameter)
         check_dense(name, parameter.grad)
         return parameter.grad.as_subclass(torch.Tensor).detach()
-
-
-STRATEGIES: dict[str, type[DataParallel]] = {}  # read it from registry.py, which fills it
-
-
-def register(name: str) -> Callable[[type], type]:
-    """Adds a class to ``STRATEGIES`` under a name; a decorator."""
-
-    def add(strategy: type) -> type:
-        STRATEGIES[name] = strategy
-        return strategy
-
-    return add
 
 
 def check_module(module: nn.Module) -> None:

@@ -38,14 +38,6 @@ class Planned(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes along which ranks take part
 
 
-def planned_collectives(
-    strategy: Strategy, plan: BucketPlan, num_ranks: int, platform: str = "gpu", *, num_microbatches: int = 1
-) -> list[tuple[str, int]]:
-    """Lists ``(kind, bytes of the full buffer on the wire)`` of what a plan communicates in one step over one axis."""
-    ranks = Ranks("data", num_ranks, num_ranks)
-    return [(one.kind, one.num_bytes) for one in planned_along(strategy, plan, ranks, platform, num_microbatches)]
-
-
 def planned_along(
     strategy: Strategy, plan: BucketPlan, ranks: Ranks, platform: str, num_microbatches: int
 ) -> list[Planned]:

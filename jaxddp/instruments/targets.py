@@ -89,7 +89,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
     """Starts to compile the step without communication, of which each rank has the full state under any strategy."""
     silent = trainer.with_strategy(naive()._replace(name="without communication", plan=lambda tensors: BucketPlan(())))
     model_state = state.model_state if trainer.has_state else None
-    return start_compile(silent, silent.abstract_state(trainer.layout(state).whole(), model_state), batch)
+    return start_compile(silent, silent.abstract_state(trainer.layout(state).updated, model_state), batch)
 
 
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:

@@ -31,7 +31,11 @@ Run = Callable[[Any, np.ndarray], tuple[dict[str, Any], jax.Array]]
 
 def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
     """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something."""
-    found = list(_parts(run, batches, by_rank, watched))
+    found: list[Any] = []
+    for inputs in _padded(batches, by_rank, watched):
+        found.append(run(*inputs))
+        found[-2:-1] = jax.device_get(found[-2:-1])  # read while the devices compute
+    found[-1:] = jax.device_get(found[-1:])
     masks = [is_real for _, is_real in found]
     if not any(is_real.any() for is_real in masks):
         raise ValueError("batches hold no examples: there must be at least one")
@@ -48,18 +52,6 @@ def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Wa
 def _sum(*totals: np.ndarray) -> Any:
     wide = {"i": np.int64, "u": np.uint64, "c": np.complex128}
     return np.sum(totals, axis=0, dtype=wide.get(totals[0].dtype.kind, np.float64))
-
-
-def _parts(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Gives what ``run`` does of each batch, on the host."""
-    before = None
-    for batch, is_real in _padded(batches, by_rank, watched):
-        found = run(batch, is_real)
-        if before is not None:  # read while the devices compute
-            yield jax.device_get(before)
-        before = found
-    if before is not None:
-        yield jax.device_get(before)
 
 
 def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[tuple[Any, np.ndarray]]:
@@ -110,8 +102,4 @@ def _local_rows(leaf: jax.Array, by_rank: NamedSharding) -> np.ndarray:
 
 
 def _pad(size: int, leaf: Any) -> Any:
-    if len(leaf) == size:
-        return leaf
-    padded = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
-    padded[: len(leaf)] = leaf
-    return padded
+    return leaf if len(leaf) == size else np.pad(leaf, [(0, size - len(leaf)), *[(0, 0)] * (leaf.ndim - 1)])

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxddp
 from jaxddp.communication.buckets import TensorSpec
-from jaxddp.communication.planned import planned_collectives
-from jaxddp.comparison_test import assert_near, grid, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, grid, on_one_device, planned_collectives, refusal
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(6e-4)]

@@ -152,11 +152,6 @@ class Trainer:
             )
         compiler_of(self.mesh)
 
-    def __repr__(self) -> str:
-        """In one line."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
-
     @cached_property
     def ranks(self) -> Ranks:
         """The ranks, by mesh axes."""
@@ -560,7 +555,6 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     Raises:
         ReplicaError: If they differ; it names the leaf and the ranks.
     """
-    check_kind("trainer", trainer, Trainer, "a Trainer")
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:

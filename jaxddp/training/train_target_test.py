@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxddp
 from jaxddp import targets
 from jaxddp.communication.buckets import TensorSpec
-from jaxddp.communication.planned import planned_collectives
-from jaxddp.comparison_test import compiled_as_planned, mostly_full, refusal
+from jaxddp.comparison_test import compiled_as_planned, mostly_full, planned_collectives, refusal
 from jaxddp.instruments.targets import start_compile_for_target
 from jaxddp.models.toy_test import abstract, build
 

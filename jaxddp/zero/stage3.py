@@ -56,7 +56,7 @@ from ..communication.reduction import Means, divide
 from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
 from ..ddp import all_reduce_grads, of_optax, update_full
 from ..layout import Leaf, cut_leaf
-from ..strategy import Layout, Ranks, Strategy, register
+from ..strategy import Layout, Ranks, Strategy
 from ..tree import named_leaves, split
 from .elementwise import shard_state
 from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
@@ -64,7 +64,6 @@ from .gather import Order, Shard, after_loop, computed_again, gather, in_order, 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
 
-@register
 def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") -> Strategy:
     """Shards parameters: all-gathers them, and reduce-scatters their gradients, unit by unit.
 
@@ -166,8 +165,6 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         ...         x = dense(one, x)
         ...     return jnp.mean((x - batch["y"]) ** 2)
     """
-    if not callable(fn):  # here, since a loss marks its layers in the first step
-        raise ValueError(f"fn (={fn!r:.80}) must be a function")
 
     @functools.wraps(fn)
     def unit(*args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,8 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-The twin of ``jaxddp/zero/stage3.py``, which counts the bytes. A unit is a module of one of ``shard_types``. A rank
-holds 1/N of everything, the unit that is running, and the parameters of other modules, which stay replicated.
-
-    forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
-    backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
-                          g[r] += row r of the sum over ranks of dp                    reduce-scatter, drop dp
-    rest                  g = sum over ranks of d rest                                 all-reduce, bucket by bucket
-    update                p[r] += optimizer(g[r] / N, state[r], p[r])
+The twin of ``jaxddp/zero/stage3.py``, which has the equations and counts the bytes. A unit is a module of one of
+``shard_types``. A rank holds 1/N of everything, the unit that is running, and the parameters of other modules, which
+stay replicated: their gradients are all-reduced, bucket by bucket, after the backward.
 
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
 
@@ -31,12 +26,11 @@ from ..agreement import check_alike, group_device
 from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..ddp import Replicated
 from ..parts import Shard, SpentGradient, make_shard, mark_gradients, spent_gradient
-from ..strategy import check_module, register, weakly
+from ..strategy import check_module, weakly
 from .gather import Unit, own_parameters
 from .optimizers import check_elementwise, check_memory
 
 
-@register("zero3")
 class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 

@@ -1,14 +1,6 @@
 """ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
 
-The twin of ``jaxddp/zero/stages_1_and_2.py``, which counts the bytes. Each rank updates its shards:
-
-    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
-    p[r]  = shard r of the parameters                               a slice, no communication
-    p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
-    p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
-
-Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduces those of each and adds up
-shards: 1/N of the gradients and the two buckets in flight.
+The twin of ``jaxddp/zero/stages_1_and_2.py``, which has the equations of both stages and counts the bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +17,10 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import SpentGradient, mark_gradients, spent_gradient
-from ..strategy import OPTIONS, DataParallel, before_step, register, weakly
+from ..strategy import OPTIONS, DataParallel, before_step, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
-@register("zero1")
 class ZeRO1(DataParallel):
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
@@ -212,7 +203,6 @@ class ZeRO1(DataParallel):
         return [{**group, "params": mine} for group, mine in zip(groups, shards, strict=True)]
 
 
-@register("zero2")
 class ZeRO2(ZeRO1):
     """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
 
