@@ -41,7 +41,9 @@ from .communication.reduction import check_dense, tensor_spec
 from .communication.sharding import Cut, gather_whole
 from .parts import PartialGradient, Shard
 
-OPTIONS = {"process_group", "broadcast_buffers"}
+# Options of DistributedDataParallel that change nothing here.
+_HARMLESS = {"device_ids", "output_device", "dim", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"}
+OPTIONS = {"process_group", "broadcast_buffers", *_HARMLESS}
 _live: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 
 
@@ -66,6 +68,7 @@ class DataParallel(nn.Module, abc.ABC):
         *,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
+        **ddp_options: Any,
     ) -> None:
         """Broadcasts parameters and buffers from rank 0, and plans the communication.
 
@@ -73,10 +76,13 @@ class DataParallel(nn.Module, abc.ABC):
             module: Of the same structure on every rank; its weights may differ.
             process_group: The ranks; all of them when None.
             broadcast_buffers: Whether buffers, such as running means, are rank 0's after each synchronisation, too.
+            **ddp_options: Those of ``DistributedDataParallel`` that change nothing here, such as ``device_ids``.
 
         Raises:
-            ValueError: If there is nothing to train, the module is wrapped, or ranks differ.
+            ValueError: If there is nothing to train, the module is wrapped, an option is unknown, or ranks differ.
         """
+        if unknown := ddp_options.keys() - _HARMLESS:
+            raise ValueError(f"{type(self).__name__} has no option {min(unknown)}; caps of buckets are bucket_mb")
         check_module(module)
         super().__init__()
         self.module, self.process_group = module, process_group
