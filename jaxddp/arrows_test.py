@@ -17,7 +17,7 @@ FLOORS = (
     ("instruments",),
     ("planning",),
     ("communication", "ddp", "zero", "training", "models", "checkpoint", "strategy", "registry",
-     "layout", "mesh", "plugins", "tree", "arguments", "loss",
+     "discovery", "layout", "mesh", "plugins", "tree", "arguments", "loss",
      "flax", "parity", "scopes", "plain", "network", "sizes", "table",
      "processes"),
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     imported = {name for path in modules_of("torchref").values() for name in imports_of(path, modules)}
     ours = {name for name in imported & modules.keys() if not name.startswith("torchref")}
     cli = {"launch", "parser", "train"}
-    core = {"arguments", "communication.buckets", "sizes"}
+    core = {"arguments", "communication.buckets", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
     core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {

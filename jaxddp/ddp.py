@@ -46,7 +46,7 @@ from .communication.collectives import is_silent, joins_arrays
 from .communication.hooks import Hook
 from .communication.reduction import Means, Wire, pack, pack_small, reduce_buckets, sends_uncopied, unpack
 from .layout import Leaf
-from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype
+from .strategy import Layout, Optimizer, Ranks, Strategy, in_compute_dtype, register
 from .tree import like, split
 
 
@@ -129,21 +129,25 @@ def of_optax(optimizer: optax.GradientTransformation) -> Optimizer:
     return Optimizer(optimizer.init, step)
 
 
+@register
 def naive() -> Strategy:
     """One all-reduce per parameter, after the whole backward."""
     return replicated("naive", partial(plan_per_tensor, after_backward=True))
 
 
+@register
 def flat() -> Strategy:
     """One all-reduce of everything, or one per dtype, after the whole backward."""
     return replicated("flat", partial(plan_buckets, bucket_mb=None, after_backward=True))
 
 
+@register
 def overlapped() -> Strategy:
     """One all-reduce per parameter, as its gradient becomes ready."""
     return replicated("overlapped", plan_per_tensor)
 
 
+@register
 def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
     """One all-reduce per bucket, as the bucket fills.
 

@@ -1,12 +1,15 @@
-"""All strategies by name, for command lines and benchmarks as well. To add one, write a file of it and name it here."""
+"""All strategies by name: importing this module imports ``ddp.py`` and every file of ``zero/``.
 
+To add a strategy, write one file in that folder with a factory under ``@strategy.register``: the command lines and the
+benchmarks find it here.
+"""
+
+import inspect
 from typing import Any
 
-from .ddp import bucketed, flat, naive, overlapped
-from .strategy import Strategy
-from .zero import zero1, zero2, zero3
-
-STRATEGIES = {one.__name__: one for one in (naive, flat, overlapped, bucketed, zero1, zero2, zero3)}
+from . import ddp as ddp, zero
+from .discovery import discover
+from .strategy import STRATEGIES as STRATEGIES, Strategy
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:
@@ -17,5 +20,9 @@ def make_strategy(name: str, **options: Any) -> Strategy:
 
 
 def is_bucketed(name: str) -> bool:
-    """Whether a strategy sends all gradients in buckets of a cap, its ``bucket_mb``."""
-    return name in ("bucketed", "zero1", "zero2")
+    """Whether a strategy sends all gradients in buckets of a cap: its factory's first parameter is ``bucket_mb``."""
+    takes = inspect.signature(STRATEGIES[name]).parameters.values() if name in STRATEGIES else ()
+    return [(one.name, one.kind) for one in takes][:1] == [("bucket_mb", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+
+
+discover(STRATEGIES, zero)

@@ -113,6 +113,15 @@ class Strategy(NamedTuple):
     variant: str = ""  # tells it in tables from others of its name, such as ``"by leaves"``
 
 
+STRATEGIES: dict[str, Callable[..., Strategy]] = {}  # read it from registry.py, which fills it
+
+
+def register(factory: Callable[..., Strategy]) -> Callable[..., Strategy]:
+    """Adds a factory to ``STRATEGIES`` under its own name; a decorator."""
+    STRATEGIES[factory.__name__] = factory
+    return factory
+
+
 def in_compute_dtype(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """A loss function of full parameters that casts them; trained ones with masters are cast already."""
     if layout.compute_dtype is None:

@@ -27,7 +27,7 @@ from jaxddp.communication.buckets import (
 from .communication.collectives import record, silent
 from .communication.hooks import Hook, all_reduce
 from .communication.reduction import pack, unpack
-from .strategy import DataParallel
+from .strategy import DataParallel, register
 
 
 class Replicated(DataParallel):
@@ -75,24 +75,28 @@ class Replicated(DataParallel):
         self._started = []
 
 
+@register("naive")
 class NaiveDDP(Replicated):
     """One all-reduce per parameter, after the whole backward; options as `DataParallel`."""
 
     make_plan = staticmethod(partial(plan_per_tensor, after_backward=True))
 
 
+@register("flat")
 class FlatDDP(Replicated):
     """One all-reduce of everything, or one per dtype, after the whole backward; options as `DataParallel`."""
 
     make_plan = staticmethod(partial(plan_buckets, bucket_mb=None, after_backward=True))
 
 
+@register("overlapped")
 class OverlappedDDP(Replicated):
     """One all-reduce per parameter, as its gradient becomes ready; options as `DataParallel`."""
 
     make_plan = staticmethod(plan_per_tensor)
 
 
+@register("bucketed")
 class BucketedDDP(Replicated):
     """One all-reduce per bucket, as the bucket fills."""
 

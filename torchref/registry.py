@@ -1,18 +1,18 @@
-"""All strategies by name, for command lines and benchmarks as well. To add one, write a file of it and name it here."""
+"""All strategies by name: importing this module imports ``ddp.py`` and every file of ``zero/``.
+
+To add a strategy, write one file in that folder with a class under ``@strategy.register(name)``: the command line and
+the benchmarks find it here.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from .ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from .strategy import DataParallel
-from .zero import FSDP, ZeRO1, ZeRO2
+from jaxddp.discovery import discover
 
-STRATEGIES: dict[str, type[DataParallel]] = {
-    "naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP,
-    "zero1": ZeRO1, "zero2": ZeRO2, "zero3": FSDP,
-}  # fmt: skip
+from . import ddp as ddp, zero
+from .strategy import STRATEGIES as STRATEGIES, DataParallel
 
 
 def make_strategy(name: str, module: nn.Module, **options: Any) -> DataParallel:
@@ -32,3 +32,6 @@ def make_training(
         return net, net
     net = make_strategy(name, module, **options)
     return net, optimizer_cls(net.parameters(), **settings)
+
+
+discover(STRATEGIES, zero)

@@ -381,6 +381,19 @@ class DataParallel(nn.Module, abc.ABC):
         return parameter.grad.as_subclass(torch.Tensor).detach()
 
 
+STRATEGIES: dict[str, type[DataParallel]] = {}  # read it from registry.py, which fills it
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Adds a class to ``STRATEGIES`` under a name; a decorator."""
+
+    def add(strategy: type) -> type:
+        STRATEGIES[name] = strategy
+        return strategy
+
+    return add
+
+
 def check_module(module: nn.Module) -> None:
     """Refuses a module of which another wrapper reduces or shards a parameter, by a ValueError."""
     for path, one in module.named_modules():

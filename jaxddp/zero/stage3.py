@@ -56,7 +56,7 @@ from ..communication.reduction import Means, divide
 from ..communication.traces import CALLS, CHECKPOINT, bind, called_program, interpret, nested, num_consts_and_carry
 from ..ddp import all_reduce_grads, of_optax, update_full
 from ..layout import Leaf, cut_leaf
-from ..strategy import Layout, Ranks, Strategy
+from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
 from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
@@ -64,6 +64,7 @@ from .gather import Order, Shard, after_loop, computed_again, gather, in_order, 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
 
+@register
 def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") -> Strategy:
     """Shards parameters: all-gathers them, and reduce-scatters their gradients, unit by unit.
 

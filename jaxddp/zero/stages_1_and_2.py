@@ -44,7 +44,7 @@ from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpa
 from ..ddp import of_optax
 from ..layout import cut_leaves
 from ..scopes import SYNC_SCOPE
-from ..strategy import Layout, Ranks, Strategy, in_compute_dtype
+from ..strategy import Layout, Ranks, Strategy, in_compute_dtype, register
 from ..tree import like, named_leaves, split
 from .elementwise import shard_state
 from .owners import layout_by_owners
@@ -52,6 +52,7 @@ from .owners import layout_by_owners
 Part = Literal["elements", "leaves"]
 
 
+@register
 def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
@@ -67,6 +68,7 @@ def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part
     return _strategy("zero1", bucket_mb, rule, shard, each_microbatch=False)
 
 
+@register
 def zero2(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
     """``zero1`` that keeps only shards of gradients between micro-batches, with at most two buckets in flight.
 

@@ -26,11 +26,12 @@ from ..agreement import check_alike, group_device
 from ..communication.sharding import Cut, ShardSums, num_bytes
 from ..ddp import Replicated
 from ..parts import Shard, SpentGradient, make_shard, mark_gradients, spent_gradient
-from ..strategy import check_module, weakly
+from ..strategy import check_module, register, weakly
 from .gather import Unit, own_parameters
 from .optimizers import check_elementwise, check_memory
 
 
+@register("zero3")
 class FSDP(Replicated):
     """Shards the parameters of some modules, which are full only while they are used.
 

@@ -17,10 +17,11 @@ from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
 from ..parts import SpentGradient, mark_gradients, spent_gradient
-from ..strategy import OPTIONS, DataParallel, before_step, weakly
+from ..strategy import OPTIONS, DataParallel, before_step, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
 
+@register("zero1")
 class ZeRO1(DataParallel):
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
@@ -203,6 +204,7 @@ class ZeRO1(DataParallel):
         return [{**group, "params": mine} for group, mine in zip(groups, shards, strict=True)]
 
 
+@register("zero2")
 class ZeRO2(ZeRO1):
     """``ZeRO1`` that frees a gradient as soon as its bucket is packed.
 
