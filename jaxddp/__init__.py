@@ -14,9 +14,7 @@
 A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -52,15 +50,40 @@ if TYPE_CHECKING:
     from .tree import named_leaves as named_leaves
     from .zero import layer as layer, zero1 as zero1, zero2 as zero2, zero3 as zero3
 
+_NAMES = {
+    ".": "flax network parity",
+    ".checkpoint.checkpoints": "Checkpoints",
+    ".communication": "hooks",
+    ".communication.buckets": "BucketPlan TensorSpec plan_buckets",
+    ".ddp": "bucketed flat naive overlapped",
+    ".instruments": "targets",
+    ".instruments.collectives": "collectives",
+    ".instruments.inspect": "inspect",
+    ".instruments.schedule": "gradient_collectives read_schedule",
+    ".loss": "Mean PerExample Sum Weighted",
+    ".mesh": "data_mesh simulate_devices",
+    ".network": "Network",
+    ".processes.replicas": "ReplicaError",
+    ".processes.start": "local_rows start_process",
+    ".registry": "STRATEGIES make_strategy",
+    ".strategy": "Strategy",
+    ".training.allocator": "keep_freed_memory",
+    ".training.ema": "params_ema",
+    ".training.own_loop": "jit plan_gradients sync_gradients value_and_grad",
+    ".training.shard_optimizer": "shard_optimizer sharded_specs",
+    ".training.train": "Trainer TrainState check_replicas",
+    ".training.xla": "compile_options",
+    ".tree": "named_leaves",
+    ".zero": "layer zero1 zero2 zero3",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
 if not TYPE_CHECKING:  # type checkers would accept any name
-    # Where each name is: the imports above, read from this file, so that they are written once.
-    _imports = next(one for one in ast.parse(Path(__file__).read_text()).body if isinstance(one, ast.If)).body
-    _MODULES = {alias.name: f".{one.module}" if one.module else "" for one in _imports for alias in one.names}
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        path = _MODULES[name]
+        path = _MODULES[name].rstrip(".")
         module = import_module(path, __name__) if path else None
         value = getattr(module, name) if hasattr(module, name) else import_module(f"{path}.{name}", __name__)
         return globals().setdefault(name, value)
