@@ -80,7 +80,10 @@ class Leaf:
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""
         specs = itertools.zip_longest(self.rank_spec(axis), self.shard_spec)
-        return NamedSharding(mesh, PartitionSpec(*(tuple(jax.tree.leaves(axes)) for axes in specs)))
+        dims = [tuple(jax.tree.leaves(axes)) or None for axes in specs]
+        while dims and dims[-1] is None:
+            dims.pop()
+        return NamedSharding(mesh, PartitionSpec(*(dim[0] if dim and len(dim) == 1 else dim for dim in dims)))
 
     def to_global(self, tensor: Any) -> Any:
         """Lays a full leaf out as the array over all ranks."""
