@@ -51,6 +51,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "max_grad_norm": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), "data", max_grad_norm=value),
     "shard_optimizer": lambda value: jaxddp.shard_optimizer(value, "data"),
     "axis": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), value),
+    "plan_gradients": lambda value: jaxddp.plan_gradients(value, jax.grad(loss_fn), PARAMS, BATCH),
     "value_and_grad": lambda value: jaxddp.value_and_grad(loss_fn, value),
     "jit": lambda value: jaxddp.jit(loss_fn, value),
     "compile_options": lambda value: jaxddp.compile_options(value, "gpu"),

@@ -197,6 +197,7 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
         >>> plan.names, plan.constants
         (('b', 'a'), ('unused',))
     """
+    check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 

@@ -152,6 +152,11 @@ class Trainer:
             )
         compiler_of(self.mesh)
 
+    def __repr__(self) -> str:
+        """In one line."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
+
     @cached_property
     def ranks(self) -> Ranks:
         """The ranks, by mesh axes."""
