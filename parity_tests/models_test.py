@@ -70,7 +70,7 @@ def test_parameters_have_the_same_names_and_shapes_at_every_size(name):
         module = torchref.models.build(name)
     arrays = {key: jax.ShapeDtypeStruct(tuple(p.shape), np.float32) for key, p in module.named_parameters()}
     params = jaxddp.models.abstract(name)[1]
-    ours = in_jax._named_leaves(params)
+    ours = in_jax.torch_leaves(params)
     for key, (dims, leaf) in ours.items():
         assert arrays.pop(key) == jax.ShapeDtypeStruct(tuple(leaf.shape[dim] for dim in dims), leaf.dtype)
     assert not arrays

@@ -15,16 +15,10 @@ import jaxddp
 import jaxddp.models
 import torchref
 import torchref.models
-<<<<<<< HEAD
-from jaxddp.checkpoint.interop import _named_leaves
-from jaxddp.communication.planned import planned_collectives as planned_in_jax
-from jaxddp.communication.traces import plan_trace, trace_gradients
-from jaxddp.models.toy_test import abstract
-=======
-from jaxddp.checkpoint.interop import torch_names
+from jaxddp.checkpoint.interop import torch_leaves
 from jaxddp.communication.traces import plan_trace, trace_gradients
 from jaxddp.comparison_test import planned_collectives as planned_in_jax
->>>>>>> cut_c
+from jaxddp.models.toy_test import abstract
 from torchref.communication.reduction import tensor_spec
 from torchref.models.toy_test import build
 
@@ -53,7 +47,7 @@ def abstract_batch(model):
 def traced(model):
     """The backward pass, which all strategies plan from, and the torch name of each parameter."""
     loss_fn, params = abstract(model)
-    names = dict(zip(jaxddp.named_leaves(params), _named_leaves(params), strict=True))
+    names = dict(zip(jaxddp.named_leaves(params), torch_leaves(params), strict=True))
     trained = {name: leaf for name, leaf in params.items() if is_trainable(name)}
     frozen = {name: leaf for name, leaf in params.items() if not is_trainable(name)}
     grad_fn = jax.grad(lambda trained, frozen, batch: loss_fn(trained | frozen, batch))

@@ -39,7 +39,7 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
         >>> {name: array.shape for name, array in arrays.items()}
         {'head.weight': (5, 3)}
     """
-    leaves = _named_leaves(params).items()
+    leaves = torch_leaves(params).items()
     return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves}
 
 
@@ -56,7 +56,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
     """
-    leaves = _named_leaves(like)
+    leaves = torch_leaves(like)
     given = {name: as_numpy(array) for name, array in arrays.items()}
     wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
     found = {name: f"{array.dtype} {array.shape}" for name, array in given.items()}
@@ -74,7 +74,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
-def _named_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
+def torch_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, leaf in named_leaves(params).items():
