@@ -1,5 +1,7 @@
 """What tests compare with: trees within rounding, training on one device, a refusal in one line."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -58,7 +60,7 @@ def planned_collectives(strategy, plan, num_ranks, platform="gpu", *, num_microb
 
 def mostly_full(quick, cases):
     """Cases for parametrize, of which all but the quick ones have the mark ``full``."""
-    marks = {True: (), False: pytest.mark.full}
+    marks: Any = {True: (), False: pytest.mark.full}
     return [pytest.param(*(one if type(one) is tuple else (one,)), marks=marks[one in quick]) for one in cases]
 
 
