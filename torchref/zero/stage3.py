@@ -1,8 +1,13 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-The twin of ``jaxddp/zero/stage3.py``, which has the equations and counts the bytes. A unit is a module of one of
-``shard_types``. A rank holds 1/N of everything, the unit that is running, and the parameters of other modules, which
-stay replicated: their gradients are all-reduced, bucket by bucket, after the backward.
+The twin of ``jaxddp/zero/stage3.py``, which counts the bytes. A unit is a module of one of ``shard_types``. A rank
+holds 1/N of everything, the unit that is running, and the parameters of other modules, which stay replicated.
+
+    forward   of unit u:  p = all-gather of p[r]           y = u(p, x)                 drop p
+    backward  of unit u:  p = all-gather of p[r]           dx, dp = u'(p, x, dy)       drop p
+                          g[r] += row r of the sum over ranks of dp                    reduce-scatter, drop dp
+    rest                  g = sum over ranks of d rest                                 all-reduce, bucket by bucket
+    update                p[r] += optimizer(g[r] / N, state[r], p[r])
 
     calls per step: 3 per unit, less one where the backward needs no weight (an embedding, a first layer)
 
