@@ -1,8 +1,15 @@
-"""Communication hooks: how ``BucketedDDP`` sums a bucket over ranks, as in PyTorch's DDP: by default, ``all_reduce``.
+"""Communication hooks: how ``BucketedDDP`` sums a bucket over ranks, as in PyTorch's DDP.
 
 A hook is a function ``(buffer, group) -> the buffer's sum over the ranks of the group``, of the same shape and dtype,
-without state. It may return ``(total, work)`` instead: then ``total`` holds the sum once ``work.wait()`` returns. What
-the others lose is told by the twin, ``jaxddp/communication/hooks.py``.
+without state. It may return ``(total, work)`` instead: then ``total`` holds the sum once ``work.wait()`` returns.
+
+========== ============================== ==============================================================
+hook       n elements are sent as         what is lost
+========== ============================== ==============================================================
+all_reduce themselves, in one call        nothing; the default
+bf16       n of 2 bytes, in one call      all but 8 bits of each summand and of their sum
+fp16       n of 2 bytes, in one call      all but 11 bits, and what is below 6e-8 or, in the mean, above 65504
+========== ============================== ==============================================================
 """
 
 from collections.abc import Callable

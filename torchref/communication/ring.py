@@ -1,7 +1,15 @@
 """The ring algorithms, built from sends to the right-hand neighbour only: the twin of `jaxddp.communication.ring`.
 
-That says what they send. Each send is waited for before the next. Sums are formed in ring order, in the dtype of the
-tensor. All three return a new tensor.
+N is the number of ranks, S the bytes of the full tensor:
+
+| function            | steps = sends | bytes sent per rank       |
+|---------------------|---------------|---------------------------|
+| ring_reduce_scatter | N - 1         | (N-1)/N S                 |
+| ring_all_gather     | N - 1         | (N-1)/N S                 |
+| ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
+
+Each send is waited for before the next. Sums are formed in ring order, in the dtype of the tensor. All three return a
+new tensor.
 """
 
 import torch.distributed as dist

@@ -1,6 +1,14 @@
 """ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
 
-The twin of ``jaxddp/zero/stages_1_and_2.py``, which has the equations of both stages and counts the bytes.
+The twin of ``jaxddp/zero/stages_1_and_2.py``, which counts the bytes. Each rank updates its shards:
+
+    g[r]  = row r of the sum over ranks of pack(gradients) / N      reduce-scatter, bucket by bucket as they fill
+    p[r]  = shard r of the parameters                               a slice, no communication
+    p[r] += optimizer(g[r], state[r], p[r])                         state[r] is on rank r alone
+    p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
+
+Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduces those of each and adds up
+shards: 1/N of the gradients and the two buckets in flight.
 """
 
 from collections.abc import Callable, Sequence
