@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -40,6 +41,7 @@ from jaxddp.processes.watchdog import watch
 _T = TypeVar("_T")
 
 _LEAVE_TIMEOUT_S = 20.0
+_open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 _send_message: Callable[[Any], None] | None = None  # in a rank, while a call runs
 
 
@@ -68,7 +70,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _check_ranks(max_ranks, backend)
         self.max_ranks, self._backend, self._prepare = max_ranks, backend, prepare
         self._workers: dict[int, _Worker] = {}
-        atexit.register(self.close)  # runs before multiprocessing's hook, which waits for all processes
+        _open_pools.add(self)
 
     def run(
         self,
@@ -183,6 +185,12 @@ def launch(
 def shared_pool() -> RankPool:
     """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
     return RankPool(8)
+
+
+@atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
+def _close_open_pools() -> None:
+    for pool in list(_open_pools):
+        pool.close()
 
 
 class _Worker:
