@@ -46,6 +46,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "step of a batch": lambda value: trainer().step(trainer().init(PARAMS), value),
     "a leaf of a batch": lambda value: trainer().step(trainer().init(PARAMS), {"x": value}),
     "bucketed": jaxddp.bucketed,
+    "hook": lambda value: jaxddp.bucketed(hook=value),
     "min_shard_elements": lambda value: jaxddp.zero3(min_shard_elements=value),
     "make_strategy": jaxddp.make_strategy,
     "max_grad_norm": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), "data", max_grad_norm=value),
@@ -112,6 +113,9 @@ def test_a_negative_or_infinite_weight_is_found_as_not_finite():
     for weight in (-1.0, np.inf):
         constant = trainer(loss_fn=lambda params, batch, weight=weight: jaxddp.Weighted(loss_fn(params, batch), weight))
         assert np.isnan(constant.step(constant.init(PARAMS), BATCH)[1]["loss"])
+        ones = BATCH["x"][:, 0]
+        measured = one.evaluate(state, (ones, weight * ones), lambda _, batch: {"x": jaxddp.Weighted(*batch)})
+        assert np.isnan(measured["x"])
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3, np.uint8), jnp.int32(3)])

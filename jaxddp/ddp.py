@@ -51,12 +51,8 @@ from .tree import like, split
 
 
 def replicated(name: str, plan: Callable[[Sequence[TensorSpec]], BucketPlan], hook: Hook | None = None) -> Strategy:
-    """A strategy of full parameters, by its plan: every rank gets all mean gradients."""
-
-    def reduce(grads: Any, plan: BucketPlan, layout: Layout, *divisor_and_number: Any) -> Means:
-        return all_reduce_grads(layout.ranks, hook, grads, plan, *divisor_and_number)
-
-    return Strategy(name, plan, layout_full, in_compute_dtype, reduce, update_full, hook=hook)
+    """A strategy of full parameters, by its plan."""
+    return Strategy(name, plan, layout_full, in_compute_dtype, partial(reduce_full, hook), update_full, hook=hook)
 
 
 def layout_full(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
@@ -89,6 +85,13 @@ def mirrored(params: Any, state: Any) -> Any:
         return Leaf(struct.shape, struct.dtype) if mirror is None else replace(leaves[mirror], dtype=struct.dtype)
 
     return jax.tree.map_with_path(place, state)
+
+
+def reduce_full(
+    hook: Hook | None, grads: Mapping[str, jax.Array], plan: BucketPlan, layout: Layout, *divisor_and_number: Any
+) -> Means:
+    """Every rank gets all mean gradients."""
+    return all_reduce_grads(layout.ranks, hook, grads, plan, *divisor_and_number)
 
 
 def all_reduce_grads(
@@ -160,5 +163,7 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
     Raises:
         ValueError: If a cap or the rule is out of range.
     """
+    if hook is not None and not callable(hook):
+        raise ValueError(f"hook (={hook!r}) must be a function (buffer, axis) -> sum over the ranks, or None")
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

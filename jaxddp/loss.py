@@ -123,7 +123,8 @@ class Measure:
         def part(path: Any, leaf: Any) -> Any:
             where = f"eval_fn (={name}): {path_name(path)!r}"
             if isinstance(leaf, Weighted):
-                return Part(*(part_of(where, Sum(wide(one)), len(is_real), is_real).values for one in leaf))
+                parts = wide(leaf.total), _finite(wide(leaf.weight))
+                return Part(*(part_of(where, Sum(one), len(is_real), is_real).values for one in parts))
             if not isinstance(leaf, MARKERS):
                 raise ValueError(f"{where} must be marked as jaxddp.Mean, Sum or PerExample")
             return part_of(where, leaf, len(is_real), is_real)
@@ -224,7 +225,7 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
 
 
 def _finite(weight: jax.Array) -> jax.Array:
-    """NaN in place of a negative weight, which would turn the update around, and of infinity, which would end it."""
+    """NaN in place of a negative weight, which would turn the update around, or an infinite one, which would end it."""
     return jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
 
 

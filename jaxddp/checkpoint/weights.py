@@ -1,6 +1,6 @@
 """Weights in one ``.npz`` file, by name, as ``np.savez(path, **interop.to_numpy(params))`` writes them.
 
-Both packages use this file; no framework is imported.
+Both packages use this file; it imports torch for a tensor of torch's alone.
 """
 
 import os

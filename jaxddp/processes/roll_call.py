@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -135,14 +134,11 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     while True:
         remaining_s = max(0.001, deadline - time.monotonic())
         try:
-            with socket.create_connection((job.host, job.port), timeout=remaining_s) as caller:
-                caller.settimeout(None)
-                # A stranger may never end what it says.
-                _wait_at_most(caller, remaining_s + _LATE_S)
-                connection = Connection(os.dup(caller.fileno()))
-                connection.send_bytes(said)
-                fault = connection.recv_bytes(_MAX_BYTES).decode()
-                _wait_at_most(caller, 0)
+            caller = socket.create_connection((job.host, job.port), timeout=remaining_s)
+            caller.settimeout(None)
+            connection = Connection(caller.detach())
+            connection.send_bytes(said)
+            fault = _hear(connection, remaining_s + _LATE_S).decode()
             break
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
@@ -155,6 +151,21 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
     return connection
 
 
-def _wait_at_most(caller: socket.socket, seconds: float) -> None:
-    """Sets how long a read may wait before it raises an OSError; 0 for ever."""
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+def _hear(connection: Connection, timeout_s: float) -> bytes:
+    """What the other end says; an OSError or EOFError if it does not, or never ends it, as a stranger may."""
+    heard = queue.SimpleQueue[bytes | None]()
+
+    def read() -> None:
+        try:
+            heard.put(connection.recv_bytes(_MAX_BYTES))
+        except (OSError, EOFError):
+            heard.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        said = heard.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError("it says nothing, or does not end it") from None
+    if said is None:
+        raise EOFError("it hung up")
+    return said
