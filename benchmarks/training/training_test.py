@@ -1,4 +1,4 @@
-"""A training run from end to end, on a toy: both frameworks in the same rounds, a wrong peer, and a step kept silent.
+"""A training run from end to end, on a tiny model: both frameworks in rounds, a wrong peer, and a step kept silent.
 
 Functions that ranks run stand at the top level: other processes import them by name.
 """
@@ -10,38 +10,28 @@ import numpy as np
 import pytest
 
 from benchmarks.ranks import Ranks
-from benchmarks.training import jax_side, torch_side
+from benchmarks.training import torch_side
 from benchmarks.training.rank import PATH_TOLERANCE, check, distance, exposed, train
 from benchmarks.training.setup import StrategySpec, TrainingSetup
-from jaxddp.models import toy_test as toys_in_jax
+from jaxddp.sizes import SIZES
 from torchref.launch import shared_pool
-from torchref.models import toy_test as toys_in_torch
 
 _RNG = np.random.default_rng(0)
 # The same batch in every round, so that the loss must fall.
-BATCHES = ({name: _RNG.normal(size=(8, width)).astype(np.float32) for name, width in (("x", 10), ("y", 5))},) * 5
-CAP_MB, NUM_BYTES = 0.0005, 272 * 4  # of four tensors, in two buckets
+BATCHES = ({name: _RNG.integers(0, 64, (8, 16), np.int32) for name in ("tokens", "targets")},) * 5
+CAP_MB, NUM_BYTES = 0.01, SIZES["tiny"].num_params * 4  # in several buckets
 OURS = (StrategySpec("naive"), StrategySpec("bucketed", CAP_MB))
 DDP, FSDP2 = StrategySpec("DistributedDataParallel", CAP_MB), StrategySpec("fully_shard")
 # Adam's first steps have full size whatever the gradient, here 1e-2; rounding was seen to move weights by 4e-7.
-TOY = TrainingSetup(
-    "toy", {"jaxddp": (*OURS, StrategySpec("jit")), "torchref": (*OURS, DDP)}, Ranks(2, "processes"), BATCHES, 1,
+TINY = TrainingSetup(
+    "tiny", {"jaxddp": (*OURS, StrategySpec("jit")), "torchref": (*OURS, DDP)}, Ranks(2, "processes"), BATCHES, 1,
     tolerance=1e-4, must_learn=True, learning_rate=1e-2,
 )  # fmt: skip
 
 
-def train_toy(ranks, setup):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax_side, "build", toys_in_jax.build)
-        patch.setattr(torch_side, "build_in_jax", toys_in_jax.build)
-        patch.setattr(torch_side, "build", toys_in_torch.build)
-        patch.setattr(torch_side, "loss_fn", toys_in_torch.loss_fn)
-        return train(ranks, setup)
-
-
 @pytest.fixture(scope="module")
 def rows():
-    return TOY.ranks.run(train_toy, TOY, in_jax=True, say=print)
+    return TINY.ranks.run(train, TINY, in_jax=True, say=print)
 
 
 def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):
@@ -75,12 +65,12 @@ def silent_and_failing(ranks, setup):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_side.TorchSide, "_peer", broken)
         patch.setattr(torch_side, "silent", lambda: 1 / 0)
-        return train_toy(ranks, setup)
+        return train(ranks, setup)
 
 
 def test_what_is_wrong_is_marked_and_what_fails_is_a_row():
     specs = {"torchref": (OURS[0], DDP, FSDP2)}
-    setup = dataclasses.replace(TOY, strategies=specs)
+    setup = dataclasses.replace(TINY, strategies=specs)
     (naive, ddp, fsdp), _ = shared_pool().run(silent_and_failing, setup.ranks, setup, num_ranks=2)
     assert naive["check"] == "FAILED: without communication: ZeroDivisionError: division by zero"
     assert "exposed_ms" not in naive
@@ -108,7 +98,7 @@ GOOD = {
     ],
 )
 def test_a_wrong_result_is_told(change, found):
-    assert check(GOOD | change, TOY) == found
+    assert check(GOOD | change, TINY) == found
 
 
 def test_a_norm_that_is_not_a_number_is_as_far_as_can_be():
