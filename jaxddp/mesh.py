@@ -63,7 +63,7 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
     num_ranks = check_integer("num_ranks", num_ranks)
     if num_ranks > len(found):
         there = f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform})"
-        raise ValueError(f"{there}; jaxddp.simulate_devices({num_ranks}) before JAX starts, or --simulate, makes them")
+        raise ValueError(f"{there}; jaxddp.simulate_devices({num_ranks}) before JAX starts makes them")
     if num_ranks < len(found) and jax.process_count() > 1:
         there = f"num_ranks (={num_ranks}) must be all devices of the {jax.process_count()} processes (={len(found)})"
         raise ValueError(f"{there}: a process without a rank would wait for the others for ever")

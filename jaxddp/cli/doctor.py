@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="report what this machine has for training, and what will not work",
-        description="Report devices, drivers, libraries, launcher, network, memory and variables, as both frameworks "
+        description="Report devices, drivers, libraries, launcher, memory and variables, as both frameworks "
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
         allow_abbrev=False,
     )
