@@ -44,7 +44,10 @@ def from_numpy(arrays: Mapping[str, Any], module: nn.Module) -> nn.Module:
             faults.append(f"{name!r} is {found}, not {wanted}")
         elif name != first and given[name].tobytes() != given[first].tobytes():
             faults.append(f"{name!r} differs from {first!r}, to which it is tied")
-    faults += [f"missing {name!r}" for name, tensor in tensors.items() if tensor not in sources]
+    for name, tensor in tensors.items():
+        if tensor not in sources:
+            faults.append(f"missing {name!r}")
+            sources[tensor] = name  # so that a shared one is missing once
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of module: {'; '.join(faults)}")
     with torch.no_grad():

@@ -53,7 +53,7 @@ def test_a_shared_parameter_is_listed_under_both_names_and_loads_from_one():
         filled = filled.copy()
     with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied$"):
         from_numpy({"embed.weight": filled, "head.weight": filled + 1}, module)
-    with pytest.raises(ValueError, match="missing 'embed.weight'; missing 'head.weight'$"):
+    with pytest.raises(ValueError, match="missing 'embed.weight'$"):
         from_numpy({}, module)
 
 

@@ -32,10 +32,11 @@ Run = Callable[[Any, np.ndarray], tuple[dict[str, Any], jax.Array]]
 def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
     """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something."""
     found: list[Any] = []
+    running: list[Any] = []  # the last batch
     for inputs in _padded(batches, by_rank, watched):
-        found.append(run(*inputs))
-        found[-2:-1] = jax.device_get(found[-2:-1])  # read while the devices compute
-    found[-1:] = jax.device_get(found[-1:])
+        before, running = running, [run(*inputs)]
+        found += jax.device_get(before)  # read while the devices compute
+    found += jax.device_get(running)
     masks = [is_real for _, is_real in found]
     if not any(is_real.any() for is_real in masks):
         raise ValueError("batches hold no examples: there must be at least one")
