@@ -4,6 +4,7 @@ import argparse
 import math
 import pkgutil
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ _LEGEND = (
     "still computes; late: after it. Exposed: step - compute. Peak: memory of one device"
 )
 _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
+_OF_MODELS = ("batch_per_device", "dtype")
+_OF_PROGRAMS = ("strategy", "compare", "bucket_mb", "peaks", "out", *_OF_MODELS)
 
 
 def add_parser(commands: Any) -> None:
@@ -56,7 +59,7 @@ def add_parser(commands: Any) -> None:
         "bfloat16 on TPUs; bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
     add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--out", metavar="DIR", help="draw the simulated steps in DIR/timeline.png")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -68,6 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
+        _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
         return show_trace(arguments)
     if arguments.write_network is not None:
         raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
@@ -109,11 +113,19 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     from ..models import SIZES
 
     if arguments.trainer is not None:
+        _refuse(arguments, _OF_MODELS, "--trainer, whose function decides it")
         return training_of(arguments.trainer)
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
     training = transformer_training(SIZES[arguments.model], arguments.batch_per_device * num_devices)
     return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
+    """Refuses options that would be ignored."""
+    for name in names:
+        if (value := getattr(arguments, name)) != arguments.default_of(name):
+            raise ValueError(f"{name} (={value}) must be left out with {beside}")
 
 
 def training_of(spec: str) -> tuple[Any, ...]:

@@ -23,7 +23,8 @@ _LEGEND = (
 def show_trace(arguments: argparse.Namespace) -> None:
     """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
     network = None
-    if arguments.target is not None or arguments.network_file is not None:
+    given = arguments.target, arguments.network_file, arguments.network_gb_per_s
+    if any(one is not None for one in given):
         machine = target(arguments.target or "h100:8")  # of which a file replaces all that is used here
         network = network_of(machine, arguments.network_gb_per_s, file=arguments.network_file)
     trace = read_trace(arguments.trace)
