@@ -10,7 +10,9 @@ each device; the step's program stays as it is planned.
 changes the sum, and flips of the same bit in many words do not cancel.
 """
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import no_mesh
 from ..processes.replicas import replicas_differ
 from ..tree import named_leaves
 from .step import TrainState
@@ -28,7 +29,9 @@ from .step import TrainState
 
 def compare_replicas(state: TrainState, mesh: Mesh) -> None:
     """Raises a ReplicaError if ranks differ in what they hold of the same part of a leaf."""
-    leaves = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
+    named = named_leaves(state).items()
+    # One on a single device, such as a learning rate that a user has set, has no replica.
+    leaves = {name: leaf for name, leaf in named if leaf.size and isinstance(leaf.sharding, NamedSharding)}
     sums = _all_checksums(list(leaves.values()), mesh)
     ranks = {device: rank for rank, device in enumerate(mesh.devices.flat)}
     differing: dict[str, list[int]] = {}
@@ -47,15 +50,25 @@ def compare_replicas(state: TrainState, mesh: Mesh) -> None:
 
 def _all_checksums(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
     """Gives ``[num_ranks, num_leaves]``, uint32; processes exchange theirs."""
-    with no_mesh():  # each shard is on one device
-        found = [{shard.device: _checksum(shard.data) for shard in leaf.addressable_shards} for leaf in leaves]
+    arrays = [_checksum_by_device(mesh, leaf.sharding.spec)(leaf) for leaf in leaves]  # type: ignore[attr-defined]
+    found = [{shard.device: np.asarray(shard.data)[0] for shard in array.addressable_shards} for array in arrays]
     sums = np.array([[of_leaf.get(device, 0) for of_leaf in found] for device in mesh.devices.flat], np.uint32)
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         sums = multihost_utils.process_allgather(sums).sum(0, dtype=np.uint32)  # a device is of one process
     return sums
 
 
-@jax.jit
+@functools.cache
+def _checksum_by_device(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """Gives ``[num_ranks]``, without a collective; compiled once for a shape, not once for each device."""
+
+    def on_device(held: jax.Array) -> jax.Array:
+        return _checksum(held)[None]
+
+    by_device = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False))
+
+
 def _checksum(leaf: Any) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

@@ -50,6 +50,7 @@ def test_one_bit_is_found_in_whatever_every_rank_holds(name, bit):
     trainer, state = train(STRATEGIES[name])
     with jax.set_mesh(trainer.mesh):
         jaxddp.check_replicas(trainer, state)
+    jaxddp.check_replicas(trainer, state._replace(step=jnp.int32(1)))  # as users set a learning rate, on one device
     leaves, structure = jax.tree.flatten(state)
     for place, path in enumerate(jaxddp.named_leaves(state)):
         if path == "key":  # its numbers cannot be reached here
