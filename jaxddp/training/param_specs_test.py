@@ -132,6 +132,7 @@ def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(name):
     found = []
     for mesh, placed in (
         (jaxddp.data_mesh(4), {}),
+        (jaxddp.data_mesh(4, replicas=2), {}),
         (grid(4, 2), {"param_specs": SPECS}),
         (grid(2, 2, 2, names=("replica", "data", "model")), {"param_specs": SPECS, "axis": ("replica", "data")}),
     ):

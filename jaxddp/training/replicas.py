@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..processes.replicas import replicas_differ
 from ..tree import named_leaves
@@ -31,7 +31,7 @@ def compare_replicas(state: TrainState, mesh: Mesh) -> None:
     """Raises a ReplicaError if ranks differ in what they hold of the same part of a leaf."""
     named = named_leaves(state).items()
     # One on a single device, such as a learning rate that a user has set, has no replica.
-    leaves = {name: leaf for name, leaf in named if leaf.size and isinstance(leaf.sharding, NamedSharding)}
+    leaves = {name: leaf for name, leaf in named if leaf.size and len(leaf.sharding.device_set) > 1}
     sums = _all_checksums(list(leaves.values()), mesh)
     ranks = {device: rank for rank, device in enumerate(mesh.devices.flat)}
     differing: dict[str, list[int]] = {}
