@@ -213,9 +213,11 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
             kinds.update({path: type(called).__name__} if path else {})
             return
         name = _numbered(path, [name for name, _ in values])
-        values[name, False], kinds[name] = output.detach().double().numpy(), type(called).__name__
+        kinds[name] = type(called).__name__
+        # A copy: what comes next may work in place.
+        values[name, False] = output.detach().to(torch.float64, copy=True).numpy()
         if output.requires_grad:
-            output.register_hook(lambda grad: grads.update({(name, True): grad.double().numpy()}))
+            output.register_hook(lambda grad: grads.update({(name, True): grad.to(torch.float64, copy=True).numpy()}))
 
     for path, one in module.named_modules():
         one.register_forward_hook(partial(keep, path))

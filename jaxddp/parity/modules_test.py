@@ -87,6 +87,17 @@ def test_models_that_agree_are_not_apart():
     assert {one.is_backward for one in found.compared} == {False, True}
 
 
+def test_what_modules_gave_is_kept_where_the_next_operation_works_in_place():
+    class InPlace(Twin):
+        def forward(self, x):
+            x = self.norm(self.inner(x).tanh_() * 1e-2)
+            for layer in self.layers:
+                x = layer(x).tanh_()
+            return x
+
+    assert compare(linen_loss, weights(Twin(), "_"), InPlace()).first is None
+
+
 def test_a_transposed_weight_is_found_by_name_and_class():
     params = weights(Twin(), "_")
     params["layers_0"]["kernel"] = params["layers_0"]["kernel"].T

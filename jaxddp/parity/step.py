@@ -115,7 +115,7 @@ class _Step:
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
         """Whether what a step adds to a leaf is N times too large or too small."""
         old = 0 if before is None or before.shape != right.shape else before
-        moved, wanted = (np.asarray(new - old, np.float64) for new in (found, right))
+        moved, wanted = (np.asarray(new, np.float64) - old for new in (found, right))
         scale = float(np.sum(wanted * wanted))
         ratio = float(np.sum(moved * wanted)) / scale if scale else 0.0
         if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):

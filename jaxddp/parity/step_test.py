@@ -104,6 +104,14 @@ def test_a_fault_is_named_with_its_cause(state, batch, step, named, right):
         assert "'mask'" in found["1.loss"]
 
 
+def test_a_truth_value_that_differs_is_named(state, batch):
+    def step(state, batch):
+        moved = updated(state, mean(jax.grad(loss_fn)(state["params"], batch)))
+        return moved | {"is_done": state["is_done"] | (jax.lax.axis_size("data") > 1)}
+
+    assert causes(mapped(step), state | {"is_done": np.zeros(2, bool)}, batch).keys() == {"is_done"}
+
+
 def normalized_step(is_global, is_synced):
     def step(state, batch):
         def loss(params):
