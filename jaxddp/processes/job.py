@@ -110,7 +110,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
         local, num_hosts = number("SLURM_LOCALID"), number("SLURM_STEP_NUM_NODES")
         num_local = max(-(-num_processes // num_hosts), local + 1)  # on the fullest host
         # node001 | node001,gpu7 | node[001-004,007],gpu7
-        first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?", environment["SLURM_STEP_NODELIST"])
+        first = re.match(r"([^[,]+)(?:\[([^],-]+)[^]]*\]([^[,]*))?(?=,|$)", environment["SLURM_STEP_NODELIST"])
         host = "".join(filter(None, first.groups())) if first else ""
         port = number("SLURM_JOB_ID") * 16 + number("SLURM_STEP_ID")
     else:

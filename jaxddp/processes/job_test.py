@@ -74,6 +74,7 @@ def test_devices_follow_from_the_launcher(num_local, local, num_visible, devices
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR must name the host of process 0"),
         (TORCHRUN | {"RANK": "4"}, r"process_id \(=4\) must be at least 0 and below num_processes \(=4\)"),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR must name the host of process 0"),
+        (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]n[3-4]"}, "MASTER_ADDR must name the host of process 0"),
     ],
 )
 def test_half_a_job_is_refused(environment, message):
