@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..planning.chips import target
 from . import nccl_tests
 from .curves import GB, KINDS, Network, Rows, bus_factor
 
@@ -23,7 +24,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
-        spec: Chip and devices, or hosts x devices.
+        spec: A target, as ``chips.py`` has them.
         host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
         fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
@@ -31,10 +32,10 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
-    chip, _, count = str(spec).partition(":")
+    machine = target(spec)
+    chip, devices = machine.chip.name, machine.devices_per_host
     if chip not in (known := _measurements()["us"]):
         raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {', '.join(known)}")
-    *hosts, devices = map(int, count.split("x"))
     network = _of_times(*_times_of_chip(chip, without_own))
     if fabric:
         table = _measurements()["fabrics"].get(fabric)
@@ -44,7 +45,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
             raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
         source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
         network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
-    if hosts not in ([], [1]) and host_gb_per_s is None:
+    if machine.num_hosts > 1 and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
 
