@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..communication.buckets import MIB
+from ..network import Network
+from ..planning.chips import Target
+from ..planning.machine import network_of, target
 from ..plugins import import_jax
 from ..table import count_kinds, paragraph, table
 
@@ -72,7 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
         _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
-        return show_trace(arguments)
+        given = arguments.target, arguments.network_file, arguments.network_gb_per_s
+        has_network = any(one is not None for one in given)
+        return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
     if arguments.write_network is not None:
         raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
@@ -89,13 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
 def inspected(arguments: argparse.Namespace) -> list[Any]:
     """Gives what ``jaxddp.inspect`` finds for the options."""
     from ..instruments.inspect import inspect
-    from ..planning.machine import network_of, target
     from ..registry import is_bucketed, make_strategy
 
-    machine = target(arguments.target or "h100:8", peaks=arguments.peaks)
-    # A given speed is that of the slowest link.
-    of_link = "host_gb_per_s" if machine.num_hosts > 1 and machine.platform == "gpu" else "gb_per_s"
-    network = network_of(machine, **{of_link: arguments.network_gb_per_s}, file=arguments.network_file)
+    machine, network = machine_and_network(arguments)
     loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
@@ -106,6 +107,13 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
         say=partial(print, flush=True), **options,
     )  # fmt: skip
+
+
+def machine_and_network(arguments: argparse.Namespace) -> tuple[Target, Network]:
+    """The target, 8 H100 by default, and what joins it; a given speed is that of the slowest link."""
+    machine = target(arguments.target or "h100:8", peaks=arguments.peaks)
+    of_link = "host_gb_per_s" if machine.num_hosts > 1 and machine.platform == "gpu" else "gb_per_s"
+    return machine, network_of(machine, **{of_link: arguments.network_gb_per_s}, file=arguments.network_file)
 
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...]:

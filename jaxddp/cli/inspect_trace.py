@@ -7,8 +7,9 @@ from statistics import median
 
 from ..instruments.collectives import in_bytes
 from ..instruments.trace import read_trace
-from ..network import KINDS
-from ..planning.machine import network_in_words, network_of, target
+from ..network import KINDS, Network
+from ..planning.chips import Target
+from ..planning.machine import network_in_words
 from ..table import paragraph, table
 
 _DEVICE_HEADS = ("device", "span\nms", "compute\nms", "comm\nms", "exposed\nms")
@@ -20,13 +21,8 @@ _LEGEND = (
 )
 
 
-def show_trace(arguments: argparse.Namespace) -> None:
+def show_trace(arguments: argparse.Namespace, machine: Target | None, network: Network | None) -> None:
     """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
-    network = None
-    given = arguments.target, arguments.network_file, arguments.network_gb_per_s
-    if any(one is not None for one in given):
-        machine = target(arguments.target or "h100:8")  # of which a file replaces all that is used here
-        network = network_of(machine, arguments.network_gb_per_s, file=arguments.network_file)
     trace = read_trace(arguments.trace)
     kinds, collectives = trace.kinds(), trace.collectives()
     if not collectives:
@@ -50,6 +46,7 @@ def show_trace(arguments: argparse.Namespace) -> None:
     print(f"{arguments.trace}\n\n{table(_DEVICE_HEADS, devices)}\n")
     print(table(_KIND_HEADS, [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in kinds.items()]))
     print(f"\n{table(_HEADS, rows)}\n\n{paragraph(_LEGEND)}")
-    print(paragraph(network_in_words(machine, network) if network else "no network: --target would give the curve"))
+    said = network_in_words(machine, network) if machine and network else "no network: --target would give the curve"
+    print(paragraph(said))
     for note in filter(None, dict.fromkeys(notes)):
         print(paragraph(f"note: {note}"))

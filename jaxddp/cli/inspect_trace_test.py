@@ -58,8 +58,12 @@ def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsy
     ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce") and "iB" in line]
     assert ratios[-1] == "1.00"
 
-    assert main(["inspect", "--trace", str(profile), "--network-gb-per-s", "50"]) == 0
-    assert "network, assumed: 50 GB/s a device as given" in " ".join(capsys.readouterr().out.split())
+    for target, said in {
+        (): "network, assumed: 25 GB/s a device as given",
+        ("--target", "h100:4x8"): "between hosts 25 GB/s as given",
+    }.items():
+        assert main(["inspect", "--trace", str(profile), "--network-gb-per-s", "25", *target]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, capsys, tmp_path):
