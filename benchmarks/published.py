@@ -79,7 +79,7 @@ def run_of(row: Row) -> Run:
         workload, chip, products, _network(row, chip), row["hardware"]["gpus"],
         batch["per_gpu_micro_batch"] * model["seq_len"], batch["micro_batches"], name,
         strategy.get("bucket_cap_mb", 25), element_bytes, 2 if row["dtype"].get("reduce") == "bf16" else 4,
-        row.get("compile") is not False,
+        row.get("compile") is not False, param_bytes=element_bytes,
     )  # fmt: skip
 
 

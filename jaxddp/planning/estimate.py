@@ -61,9 +61,10 @@ class Run:
     num_microbatches: int = 1
     strategy: str = "bucketed"  # one of ``formulas.STRATEGIES``
     bucket_mb: float = DEFAULT_BUCKET_MB
-    element_bytes: int = 2  # of an activation, and of a gathered parameter
+    element_bytes: int = 2  # of an activation, and of a parameter that zero3 gathers
     gradient_bytes: int = 4  # of a gradient on the wire
     is_compiled: bool = True  # whether operations are fused, and launched without the host
+    param_bytes: int = 4  # of an updated parameter that zero1 and zero2 gather
 
 
 def estimate(run: Run) -> StepTime:
@@ -85,7 +86,6 @@ def estimate(run: Run) -> StepTime:
     backward_s = _launched(run, computed_s, 2 + again)
     exposed_s = _exposed_seconds(run, forward_s, backward_s) if run.num_ranks > 1 else 0.0
     passes = run.num_microbatches
-    exposed_s *= passes if run.strategy == "zero3" else 1
     share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
     optimizer_s = share * work.num_params * _UPDATE_BYTES[not run.is_compiled] / bytes_per_s
     if not run.is_compiled:
@@ -123,6 +123,8 @@ def _launched(run: Run, seconds: float, passes: float) -> float:
 
 
 def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
+    """Of a whole step, whose micro-batches take ``forward_s`` and ``backward_s`` each."""
+
     def seconds(kind: str, sizes: Sequence[float]) -> float:  # of collectives of all ranks one after the other
         alike = {size: sizes.count(size) for size in sizes}
         return sum(count * run.network.seconds(kind, size, range(run.num_ranks)) for size, count in alike.items())
@@ -136,7 +138,8 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
             first_and_last = seconds("all-gather", gathers[:1]) + seconds("reduce-scatter", scatters[:1])
             in_backward = seconds("all-gather", gathers[:-1]) + seconds("reduce-scatter", scatters[1:])
             in_forward = seconds("all-gather", gathers[1:])
-            return first_and_last + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s)
+            exposed_s = first_and_last + max(0.0, in_forward - forward_s) + max(0.0, in_backward - backward_s)
+            return run.num_microbatches * exposed_s
         case "flat":  # packed and unpacked: read and written twice
             return seconds("all-reduce", [every]) + 4 * every / run.chip.memory_bytes_per_s
         case "naive":
@@ -152,6 +155,8 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
     kind = "all-reduce" if run.strategy in DATA_PARALLEL else "reduce-scatter"
     hidden_s = backward_s * (1 - 1 / len(buckets))  # once the first bucket is full
     exposed_s = seconds(kind, buckets[-1:]) + max(0.0, seconds(kind, buckets[:-1]) - hidden_s)
+    if run.strategy == "zero2":  # others reduce the sum of all micro-batches
+        exposed_s *= run.num_microbatches
     if kind == "reduce-scatter":
-        exposed_s += seconds("all-gather", [float(run.element_bytes * run.workload.num_params)])
+        exposed_s += seconds("all-gather", [float(run.param_bytes * run.workload.num_params)])
     return exposed_s

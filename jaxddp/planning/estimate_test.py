@@ -34,6 +34,17 @@ def test_what_is_exposed_by_hand(strategy, sent_s):
     assert estimate(replace(TWO, strategy=strategy, num_ranks=1)).exposed_s == 0
 
 
+def test_sharded_updates_are_gathered_in_their_own_dtype_and_zero2_scatters_each_micro_batch():
+    """Four tensors of one size in four buckets; scatters of the last three hide behind the backward or do not."""
+    scattered_s = gathered_s = BYTES / 2 / 1e9
+    run = replace(TWO, network=Network(1, latency_us=0), num_microbatches=4, bucket_mb=1)
+    hidden_s = 3 / 4 * estimate(replace(run, num_microbatches=1)).backward_s
+    one, two = (estimate(replace(run, strategy=name)).exposed_s for name in ("zero1", "zero2"))
+    assert one == pytest.approx(scattered_s - hidden_s + gathered_s)
+    assert two == pytest.approx(4 * (scattered_s - hidden_s) + gathered_s)
+    assert estimate(replace(run, strategy="zero1", param_bytes=2)).exposed_s == pytest.approx(one - gathered_s / 2)
+
+
 def test_zero3_hides_gathers_behind_what_computes():
     slow, fast = (estimate(replace(TWO, strategy="zero3", network=Network(speed))) for speed in (1, 1e6))
     assert slow.exposed_s > 0.9 * 3 / 4 * BYTES / 2 / 1e9 and fast.exposed_s < 1e-4

@@ -185,7 +185,7 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:
     return Run(
         job.workload, job.cluster.target.chip, job.cluster.products, job.cluster.network, job.num_data_ranks, tokens,
         num_microbatches, ("bucketed", "zero1", "zero2", "zero3")[job.stage], DEFAULT_BUCKET_MB, element_bytes,
-        element_bytes,
+        element_bytes, param_bytes=int(job.per_parameter.parameter),
     )  # fmt: skip
 
 
