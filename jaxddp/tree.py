@@ -34,6 +34,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(parts)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf, an array or what describes one, holds typed RNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def like(tree: Any, leaves: dict[str, Any]) -> Any:
     """Makes a tree of the structure of another from named leaves; surplus ones are dropped."""
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in named_leaves(tree)])

@@ -18,9 +18,9 @@ import numpy as np
 from ..training.agreement import gather_texts
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state
-from ..tree import like, named_leaves
+from ..tree import is_key, like, named_leaves
 from .folder import CheckpointFolder, refuse_nonfinite
-from .host_state import is_key, places_of, to_host, to_ranks
+from .host_state import places_of, to_host, to_ranks
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write

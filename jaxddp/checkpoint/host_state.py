@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -19,7 +18,7 @@ from ..training.placement import PIECE_BYTES, place
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_state
-from ..tree import like, named_leaves
+from ..tree import is_key, like, named_leaves
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
@@ -53,7 +52,7 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
         names = named_leaves({"opt_state": owners.slots})
         owned = {name for name, param in zip(names, owners.param_of.values(), strict=True) if param is not None}
     placed = {
-        name: arrays[name] if name in owned else _to_ranks(arrays[name], where, trainer)
+        name: arrays[name] if name in owned else place(arrays[name], where, trainer.mesh, trainer.ranks.axis)
         for name, where in named_leaves(places).items()
     }
     new: TrainState = like(places, placed)
@@ -68,11 +67,6 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
 
 def _inner(opt_state: Any) -> Any:
     return opt_state.inner if isinstance(opt_state, Masters) else opt_state
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf, an array or its ``Leaf``, holds RNG keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
@@ -97,9 +91,3 @@ def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:
         columns = jax.lax.dynamic_slice_in_dim(buffer.reshape(num_ranks, width), first, piece, 1)
         rows[:, first : first + piece] = multihost_utils.process_allgather(columns, tiled=True)
     return rows
-
-
-def _to_ranks(array: np.ndarray, where: Leaf, trainer: Trainer) -> jax.Array:
-    if not is_key(where):
-        return place(array, where, trainer.mesh, trainer.ranks.axis)
-    return jax.random.wrap_key_data(place(array, Leaf(array.shape, array.dtype), trainer.mesh), impl=where.dtype)

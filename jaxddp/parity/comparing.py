@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint.host_state import is_key
+from ..tree import is_key
 
 
 def wide_enough(dtype: Any) -> AbstractContextManager[Any]:

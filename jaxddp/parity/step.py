@@ -20,10 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arguments import check_integer
-from ..checkpoint.host_state import is_key
 from ..mesh import data_mesh
 from ..training.validation import check_batch
-from ..tree import named_leaves
+from ..tree import is_key, named_leaves
 from .comparing import cast, difference, has_unlike_copies, wide_enough
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..communication.collectives import Axis
 from ..layout import Leaf
 from ..mesh import no_mesh
-from ..tree import named_leaves
+from ..tree import is_key, named_leaves
 
 PIECE_BYTES = 2**25
 """Size of the pieces in which process 0 broadcasts an array."""
@@ -28,10 +28,12 @@ def describe(tree: Any) -> dict[str, str]:
 def from_first_process(tree: Any) -> Any:
     """Gives every process the arrays of process 0, as NumPy arrays; no device ever holds more than one piece.
 
-    Structure, shapes and dtypes are the same in every process.
+    Structure, shapes and dtypes are the same in every process. Typed RNG keys stay what they are.
     """
 
-    def receive(array: Any) -> np.ndarray:
+    def receive(array: Any) -> Any:
+        if isinstance(array, jax.Array) and is_key(array):
+            return jax.random.wrap_key_data(receive(jax.random.key_data(array)), impl=array.dtype)
         mine: Any = np.asarray(array)
         received = np.empty(mine.nbytes, np.uint8)
         sent = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
@@ -47,9 +49,13 @@ def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None =
     """Copies full arrays onto the ranks, as ``layout`` has them; no device ever holds more of a leaf than it keeps.
 
     The arrays, the same in every process, stay the caller's. Ranks lie along ``axis``, all axes of the mesh if None.
+    Keys may be given as their data.
     """
 
     def put(array: Any, leaf: Leaf) -> jax.Array:
+        if is_key(leaf):
+            data = jax.random.key_data(array) if is_key(array) else array
+            return jax.random.wrap_key_data(put(data, Leaf(data.shape, data.dtype)), impl=leaf.dtype)
         sharding = leaf.sharding(mesh, mesh.axis_names if axis is None else axis)
         if leaf.cut is None and jax.process_count() == 1:
             # Copied first: device_put may hand on the caller's own buffer, which the first step would then donate.

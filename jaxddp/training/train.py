@@ -522,7 +522,7 @@ class Trainer:
         """Places a batch; refuses one that cannot be split, and processes whose batches or, to train, plans differ."""
         if jax.process_count() > 1:
             held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
-            key = signature(held), state is None
+            key = model, signature(held), state is None
             is_new = key not in self._agreed
             if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.

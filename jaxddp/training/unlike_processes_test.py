@@ -25,7 +25,8 @@ jaxddp.start_process(address, 2, process_id)
 
 def run(kind):
     def loss_fn(params, batch):
-        last = np.array([1, 2 + process_id if kind == "constant" else 2], "f4")
+        is_unlike = kind == "constant" or (kind == "second" and "d" in params)
+        last = np.array([1, 2 + process_id if is_unlike else 2], "f4")
         loss = jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2) + jnp.sum(params["c"] * last)
         return jaxddp.Weighted(loss * 4, 4) if process_id and kind == "weighted" else loss
 
@@ -49,6 +50,8 @@ def run(kind):
         raise LookupError("early")
     rows = 4 + 4 * process_id if kind == "rows" else 4
     state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
+    if kind == "second":  # model, of the same trainer and batches
+        trainer.step(trainer.init(params | {"d": params["w"]}), {"x": np.ones((rows, 3), "f4")})
     if kind in ("0", "1"):  # the process whose second batch has other rows
         rows = 7 if process_id == int(kind) else 4
         state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
@@ -77,7 +80,7 @@ REFUSED = {
     "rate": r"optimizer (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
     "rows": "batch (='x [8, 3] float32' in process 1) must be 'x [4, 3] float32', as in process 0",
     **dict.fromkeys(
-        ("constant", "weighted"),
+        ("constant", "weighted", "second"),
         r"results and constant gradients (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
     ),
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
