@@ -15,11 +15,14 @@ from jaxddp.arguments import is_number
 def global_norm(
     tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor] = (), group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Euclidean norm of tensors that are equal on every rank and, at least in float32, of all ranks' shards."""
+    """Euclidean norm, at least in float32, of tensors that are equal on every rank and of all ranks' shards."""
     if not shards:
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
-    norms = [global_norm(part) for part in (shards, tensors) if part]
-    squares = [norm.to(torch.promote_types(norm.dtype, torch.float32)).square() for norm in norms]
+        norms: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(one.dtype for one in tensors):  # in one order on all ranks
+            some = [one for one in tensors if one.dtype == dtype]
+            norms += torch._foreach_norm(some, 2, torch.promote_types(dtype, torch.float32))  # float16 would overflow
+        return torch.linalg.vector_norm(torch.stack(norms))
+    squares = [global_norm(part).square() for part in (shards, tensors) if part]
     if dist.get_world_size(group) > 1:
         dist.all_reduce(squares[0], group=group)  # not recorded: it carries no gradients
     return torch.sqrt(sum(squares[1:], squares[0]))

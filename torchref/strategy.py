@@ -54,6 +54,7 @@ class DataParallel(nn.Module, abc.ABC):
         plan: What a backward pass communicates.
         require_backward_grad_sync: As in ``DistributedDataParallel``; ``no_sync`` switches it off.
         owns_optimizer: Whether the strategy makes the optimizer, of ``optimizer_cls`` and options, and has ``step()``.
+        broadcasts_buffers: Whether buffers are rank 0's after each synchronisation.
         each_microbatch: Whether gradients are reduced in every backward, also under ``no_sync``.
     """
 
@@ -87,7 +88,7 @@ class DataParallel(nn.Module, abc.ABC):
         super().__init__()
         self.module, self.process_group = module, process_group
         self.num_ranks, self.require_backward_grad_sync = dist.get_world_size(process_group), True
-        self._broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
+        self.broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
         chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers}
         check_alike(chosen | _describe(module), process_group)
@@ -266,7 +267,7 @@ class DataParallel(nn.Module, abc.ABC):
         """What is to stay as it is: trainable parameters, and the shapes and dtypes of buffers that are broadcast."""
         named = self.module.named_parameters()
         held = {(f"parameter {name!r}", tensor_spec(name, p), id(p)) for name, p in named if p.requires_grad}
-        buffers = self.module.named_buffers() if self._broadcasts_buffers else ()
+        buffers = self.module.named_buffers() if self.broadcasts_buffers else ()
         return held | {(f"buffer {name!r}", tensor_spec(name, one), 0) for name, one in buffers}
 
     def _check_held(self, lost: Collection[str] = ()) -> None:
@@ -331,7 +332,7 @@ class DataParallel(nn.Module, abc.ABC):
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcasts the buffers from rank 0, changed or not: no rank knows whether another's have changed."""
-        buffers = list(self.module.buffers()) if self._broadcasts_buffers else []
+        buffers = list(self.module.buffers()) if self.broadcasts_buffers else []
         if buffers:  # not counted with the gradients
             group: Any = self.process_group or dist.group.WORLD
             dist._broadcast_coalesced(group, buffers, 250 * 2**20, 0)  # bytes at a time, as DistributedDataParallel

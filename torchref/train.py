@@ -8,7 +8,7 @@ parameters, state = optimizer(grads)                            of all parameter
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import as_part
 from .strategy import DataParallel
+from .zero.owners import ShardedOptimizer
 
 Batch = Any  # a tensor, or a dictionary, tuple or list of them; dimension 0 of each counts examples
 
@@ -54,12 +55,16 @@ class Trainer:
                 the last one, unless the strategy communicates in each.
             max_grad_norm: Clips the global norm of the averaged gradient to this value.
             nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, on all
-                ranks: ``"ignore"`` nothing, ``"skip"`` not update.
+                ranks, or an element of a buffer no longer is finite: ``"ignore"`` nothing, ``"skip"`` not update.
         """
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         self._parallel = net if isinstance(net, DataParallel) else None
+        self._is_torchs = isinstance(net, nn.parallel.DistributedDataParallel)
+        is_averaged = self._parallel is not None or self._is_torchs
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.num_ranks > 1 and not is_averaged:
+            raise ValueError(f"net (={type(net).__name__}) must be wrapped, as in NaiveDDP: gradients are not averaged")
         if nonfinite not in ("ignore", "skip"):
             raise ValueError(f"nonfinite (={nonfinite!r}) must be ignore or skip")
         self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
@@ -76,8 +81,9 @@ class Trainer:
 
         Raises:
             ValueError: If the batch cannot be split, the loss is not a scalar, a weight is negative, ranks have other
-                options, or unequally many examples and no weights.
+                options, or, after the update, unequally many examples and no weights.
         """
+        buffers = {name: one.detach().clone() for name, one in self.net.named_buffers()}
         total, weight, of_ranks = self._backwards(batch)
         divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
         if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
@@ -85,9 +91,12 @@ class Trainer:
         self._finish(divisor or 1)
         loss, norm = total / (divisor or 1), self._clip()
         self.num_steps += 1
-        is_finite = self.nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm))  # waits for a GPU
+        is_finite = self.nonfinite == "ignore" or self._is_finite(loss, norm, buffers)  # waits for a GPU
         if divisor and is_finite:
             self.optimizer.step()
+        else:
+            for one, before in self._kept(buffers):
+                one.copy_(before)
         if weight is None:  # the mean of means would be another; after the update, which must not wait for a GPU
             fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
             if fault and self._parallel is not None:
@@ -112,6 +121,10 @@ class Trainer:
                 part.backward()
             parts.append(part.detach())
             weights += [] if weight is None else [weight]
+        if len(weights) not in (0, len(parts)):
+            raise ValueError("loss_fn must return torchref.Weighted for all micro-batches or for none")
+        if weights and self._is_torchs:
+            raise ValueError("net (=DistributedDataParallel) must be BucketedDDP for Weighted: it averages over ranks")
         total = torch.stack(parts).to(torch.promote_types(parts[0].dtype, torch.float32)).sum()
         found = torch.stack([one.to(total) for one in weights]) if weights else torch.zeros_like(total)
         found = torch.where(found < 0, math.nan, found).sum()  # a negative one is found on all ranks
@@ -132,6 +145,22 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grads.append(parameter.grad)
         torch._foreach_div_(grads, denominator)  # one kernel for many
+
+    def _kept(self, before: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that are as large as before the forward, and what they were."""
+        for name, one in self.net.named_buffers():
+            if name in before and one.shape == before[name].shape:
+                yield one.detach(), before[name]
+
+    def _is_finite(self, loss: torch.Tensor, norm: torch.Tensor, buffers: dict[str, torch.Tensor]) -> bool:
+        """Whether loss and gradient are finite, and the buffers where they were; the same on all ranks."""
+        found = loss.isfinite() & norm.isfinite().to(loss.device)
+        for one, before in self._kept(buffers):
+            found &= (one.isfinite() | ~before.isfinite()).all().to(loss.device)
+        if self._parallel is not None and self.num_ranks > 1 and not self._parallel.broadcasts_buffers:
+            found = found.int()  # of the rank's own buffers
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._parallel.process_group)
+        return bool(found)
 
     def _clip(self) -> torch.Tensor:
         """Clips the averaged gradient if asked to; returns its norm before."""
