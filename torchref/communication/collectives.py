@@ -164,6 +164,11 @@ def silent() -> Iterator[None]:
         _num_silent -= 1
 
 
+def is_silent() -> bool:
+    """Whether inside ``silent``."""
+    return _num_silent > 0
+
+
 def _note(kind: str, full: Tensor) -> None:
     for issued in _recorders:
         issued.append(Issued(kind, full.nbytes))

@@ -8,7 +8,7 @@ parameter groups chosen by ``p.dim()`` are the same on shards: ``[1, c]`` of a m
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -89,15 +89,18 @@ def unpack_row(bucket: Bucket, row: torch.Tensor, cuts: Mapping[str, Cut]) -> di
     return {name: part.view(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
 
 
+Parts = Collection[tuple[str, torch.Tensor]]  # names, and this rank's shard of the sum
+
+
 class ShardSums:
     """Reduce-scatters in flight, and what has arrived of them: sums over ranks and over backwards, by name."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Any, torch.Tensor | None, dict[str, torch.Tensor]]] = deque()
+        self._queue: deque[tuple[Any, torch.Tensor | None, Parts]] = deque()
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, parts: dict[str, torch.Tensor], work: Any = None, buffer: torch.Tensor | None = None) -> None:
-        """Adds what a reduce-scatter of ``buffer`` writes, or what is there already."""
+    def add(self, parts: Parts, work: Any = None, buffer: torch.Tensor | None = None) -> None:
+        """Adds what a reduce-scatter of ``buffer`` writes, or what is there already; parts of one name add up."""
         self._queue.append((work, buffer, parts))
         self.wait(num_left=2)  # no more, because their buffers must stay allocated
 
@@ -107,7 +110,7 @@ class ShardSums:
             work, _, parts = self._queue.popleft()
             if work is not None:
                 work.wait()
-            for name, part in parts.items():
+            for name, part in parts:
                 self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
 
     def means(self, denominator: Any) -> dict[str, torch.Tensor]:

@@ -176,8 +176,9 @@ class Gather(torch.autograd.Function):
         full = unit.gather()
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(full[name] for name, one in unit.shards.items() if not one.requires_grad))
-        return tuple(full[name].data for name in unit.shards)  # autograd refuses other views when they change
+        out = tuple(full[name].data for name in unit.shards)  # autograd refuses other views when they change
+        ctx.mark_non_differentiable(*(one for one, shard in zip(out, shards, strict=True) if not shard.requires_grad))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:

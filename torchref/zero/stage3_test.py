@@ -120,6 +120,32 @@ def multihead_attention():
             torch.testing.assert_close(net.eval()(x).to(x.dtype), alone.eval()(x), rtol=0, atol=atol)
 
 
+class Twice(nn.Module):
+    """A matrix under two names, each of which is used, and one that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = self.out = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3))
+        self.fixed = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+        self.needed_gradient = []
+
+    def forward(self, x):
+        self.needed_gradient.append(self.fixed.requires_grad)
+        return torch.tanh(x @ self.into + self.fixed[:3]) @ self.out.T
+
+
+def two_names_of_one_unit():
+    x = torch.linspace(-2, 3, 20, dtype=torch.float64).view(5, 4)
+    alone, module = Twice(), Twice()
+    net = torchref.FSDP(module, shard_types=(Twice,))
+    for model in (alone, net):
+        (model(x) ** 2).sum().backward()
+    net.finish_gradient_synchronization()
+    grad = Cut((4, 3), 2).local_shard(alone.into.grad, dist.get_rank())
+    torch.testing.assert_close(module.into.grad.as_subclass(torch.Tensor), grad, rtol=0, atol=1e-12)  # float64
+    assert module.needed_gradient == [False]
+
+
 def bad_input():
     shared = nn.Sequential(linear := nn.Linear(4, 4), Functional(linear))
     for module, options, said in (
@@ -128,6 +154,11 @@ def bad_input():
         (nn.LSTM(2, 3), {"shard_types": (nn.LSTM,)}, "parameter 'weight_ih_l0' cannot be sharded: LSTM(2, 3) keeps"),
     ):
         assert refused(lambda module=module, options=options: torchref.FSDP(module, **options), said)
+    net = torchref.FSDP(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=(0.1, 0.2)[dist.get_rank()])
+    net(torch.ones(2, 3)).sum().backward()
+    net.finish_gradient_synchronization()
+    assert refused(optimizer.step, "lr of group 0 (=0.2 in rank 1) must be 0.1, as in rank 0")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -148,7 +179,7 @@ def test_computing_in_bfloat16_with_float32_shards(ranks):
         assert ("all-reduce", 4 * 4) in issued
 
 
-@pytest.mark.parametrize("check", [own_types, multihead_attention, bad_input])
+@pytest.mark.parametrize("check", [own_types, multihead_attention, two_names_of_one_unit, bad_input])
 def test_what_is_sharded_replicated_and_refused(ranks, check):
     ranks.run(check, num_ranks=2)
 

@@ -119,7 +119,7 @@ class ZeRO1(DataParallel):
         grads = {tensor.name: self._grad(tensor.name) for tensor in bucket.tensors}
         buffer = pack_rows(bucket, grads, self._cuts)
         row, work = reduce_scatter(buffer, self.process_group, async_op=True)
-        self._sums.add(unpack_row(bucket, row.view(-1), self._cuts), work, buffer)
+        self._sums.add(unpack_row(bucket, row.view(-1), self._cuts).items(), work, buffer)
         if self.each_microbatch:
             for tensor in bucket.tensors:
                 self._trained[tensor.name].grad = self._spent[tensor.name]
@@ -127,7 +127,7 @@ class ZeRO1(DataParallel):
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
         unplanned = self._trained.keys() - self._planned
-        self._sums.add({name: self._cuts[name].local_shard(self._grad(name), self._rank) for name in unplanned})
+        self._sums.add([(name, self._cuts[name].local_shard(self._grad(name), self._rank)) for name in unplanned])
         for name, mean in self._sums.means(denominator).items():
             before = self._shards[name].grad
             self._shards[name].grad = mean if before is None else before.add_(mean)
