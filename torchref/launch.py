@@ -342,7 +342,10 @@ def init_from_env(
         watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
-    dist.init_process_group(backend, store=store, rank=job.process_id, world_size=job.num_processes, device_id=device)
+    # The watchdog comes first, which says who is stuck; NCCL's own limit, 10 minutes, would abort without a word.
+    timeout = timedelta(seconds=min(max(1800.0, stuck_s + 60), 1e7))
+    world: dict[str, Any] = {"rank": job.process_id, "world_size": job.num_processes, "device_id": device}
+    dist.init_process_group(backend, store=store, timeout=timeout, **world)
     if backend == "gloo":
         # Gloo's threads may still hold tensors of the last collective, also after destroy_process_group, and dropping
         # one needs the interpreter, which aborts the process where it has begun to end (pytorch#179291).

@@ -29,6 +29,8 @@ def check_replicas(trainer: Trainer) -> None:
     if not dist.is_initialized():
         return
     whole = {name: one for name, (one, cut) in RankState.of(trainer).held().items() if cut is None}
+    if not getattr(trainer.net, "broadcasts_buffers", True):  # each rank has its own
+        whole = {name: one for name, one in whole.items() if not name.startswith("buffers.")}
     sums = {name: _checksum(one) for name, one in whole.items() if isinstance(one, torch.Tensor) and one.numel()}
     begin_step(is_call=True)
     of_ranks = [json.loads(text) for text in gather_texts(json.dumps(sums))]

@@ -61,6 +61,17 @@ def test_most_ranks_decide_and_ranks_that_hold_the_same_and_one_rank_alone_pass(
     assert ranks.run(flipped, "bucketed", "weight", (0,), num_ranks=1) == [None]
 
 
+def with_own_buffers():
+    torch.manual_seed(0)
+    net = torchref.BucketedDDP(nn.BatchNorm1d(3), broadcast_buffers=False)
+    net(torch.full((2, 3), float(dist.get_rank())))
+    check_replicas(torchref.Trainer(print, torch.optim.SGD(net.parameters(), lr=0.1), net))
+
+
+def test_buffers_that_are_each_ranks_own_may_differ(ranks):
+    ranks.run(with_own_buffers, num_ranks=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
 def test_every_bit_of_every_dtype_counts(dtype):
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
