@@ -87,6 +87,44 @@ def test_ranks_train_as_one_device(make, strategy):
     assert all(jax.tree.leaves(moved))
 
 
+def test_what_a_layer_changes_in_its_module_is_kept_and_what_it_adds_is_refused():
+    class Marked(NnxNet):
+        def __call__(self, x):
+            mark = jaxddp.layer(lambda part, x: part(x))
+            return mark(self.last, mark(self.norm, jnp.tanh(mark(self.first, x))))
+
+    class Sown(NnxNet):
+        def __call__(self, x):
+            def first(model, x):
+                model.size = nnx.Intermediate(jnp.mean(x**2))  # as Module.sow does
+                return model.first(x)
+
+            return self.last(jaxddp.layer(first)(self, x))
+
+    def squares(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    def listed(params, batch):
+        sizes = []
+        jaxddp.layer(lambda w, x, sizes: sizes.append(x @ w))(params["w"], batch["x"], sizes)
+        return sum(map(jnp.sum, sizes), 0.0)
+
+    found, zero3 = [], jaxddp.zero3(min_shard_elements=0)
+    for strategy in (jaxddp.bucketed(), zero3):
+        loss_fn, params, model_state = from_nnx(Marked(0.0), squares)
+        trainer = trainer_of(loss_fn, strategy, NUM_RANKS)
+        state, _ = trained(trainer, trainer.init(params, model_state=model_state), [batch()] * 2)
+        found.append((trainer.params(state), trainer.model_state(state)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), *found)  # float64
+    assert float(jnp.max(jnp.abs(found[0][1]["norm"]["mean"]))) > 1e-3
+
+    loss_fn, params, model_state = from_nnx(Sown(0.0), squares)
+    trainer = trainer_of(loss_fn, zero3, NUM_RANKS)
+    assert "must return what it adds" in refusal(trainer.plan, trainer.init(params, model_state=model_state), batch())
+    trainer = jaxddp.Trainer(listed, optax.sgd(0.1), zero3, jaxddp.data_mesh(2))
+    assert "must return what it adds" in refusal(trainer.plan, trainer.init({"w": np.ones((WIDTH, 2))}), batch())
+
+
 @both
 def test_dropout_differs_by_rank_and_step_and_evaluation_has_none(make):
     loss_fn, params, model_state = make(0.5)

@@ -174,12 +174,30 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten((args, kwargs))
 
         def jaxddp_layer(arrays: dict[int, jax.Array]) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, [arrays.get(at, leaf) for at, leaf in enumerate(leaves)])
-            return fn(*args, **kwargs)
+            given = [arrays.get(at, leaf) for at, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, given)
+            results = fn(*args, **kwargs)
+            after = jax.tree.leaves((args, kwargs))
+            found: Any = jax.tree.structure((args, kwargs))
+            if found != structure:
+                raise ValueError("a function under jaxddp.layer must return what it adds to its arguments")
+            return results, {at: new for at, (new, old) in enumerate(zip(after, given, strict=True)) if new is not old}
 
-        return jax.jit(jaxddp_layer)({at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)})
+        arrays = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        results, changed = jax.jit(jaxddp_layer)(arrays)
+        _write((args, kwargs), changed)
+        return results
 
     return unit
+
+
+def _write(args: Any, changed: Mapping[int, Any]) -> None:
+    """Writes what a unit has changed in copies of its arguments, such as running means, into Flax NNX's variables."""
+    places = jax.tree.leaves(args, is_leaf=lambda node: hasattr(node, "set_value"))
+    for at, value in changed.items():
+        if not hasattr(places[at], "set_value"):
+            raise ValueError("a function under jaxddp.layer must return what it changes in its arguments")
+        places[at].set_value(value)
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
