@@ -17,7 +17,7 @@ import numpy as np
 
 from ..training.agreement import gather_texts
 from ..training.train import Trainer, TrainState
-from ..training.validation import check_state
+from ..training.validation import check_state, with_arrays
 from ..tree import is_key, like, named_leaves
 from .folder import CheckpointFolder, refuse_nonfinite
 from .host_state import places_of, to_host, to_ranks
@@ -46,17 +46,20 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
-            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite.
+            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite, or the model state has
+                NaN.
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         check_state(state)
-        step = int(state.step)
+        state, step = with_arrays(state), int(state.step)
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
         nonfinite = []
         for name, array in to_host(trainer, state):
             is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
-            if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
+            # A model state may hold infinity, as in a mask or a running minimum.
+            is_lost = np.isnan if name.startswith("model_state") else lambda one: ~np.isfinite(one)
+            if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and is_lost(array).any():
                 nonfinite.append(name)
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
@@ -111,7 +114,14 @@ class Checkpoints(CheckpointFolder):
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
         self._check_fits(about, tree, is_whole=False)
         leaves = named_leaves(tree)
-        restored = like(tree, {name: one.astype(leaves[name].dtype) for name, one in self._read(about, leaves).items()})
+
+        def restored_leaf(name: str, array: np.ndarray) -> Any:
+            leaf = leaves[name]
+            if is_key(leaf):
+                return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.dtype)
+            return array.astype(leaf.dtype)
+
+        restored = like(tree, {name: restored_leaf(name, one) for name, one in self._read(about, leaves).items()})
         return restored["params"] if model_state is None else (restored["params"], restored["model_state"])
 
     def _read(self, about: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:

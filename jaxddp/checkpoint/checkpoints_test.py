@@ -191,7 +191,7 @@ def test_every_bit_comes_back_in_trees_of_every_kind(tmp_path, make_tree, strate
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(trainer, state)
         restored, position = checkpoints.restore(trainer, params)
-        arrays = {name: params[name] for name in params if "key" not in name}
+        arrays = {name: params[name] for name in params}
         alone = checkpoints.restore_params(arrays)
     assert jax.tree.all(jax.tree.map(lambda one, other: bool(jnp.all(one == other)), alone, arrays))
     assert position is None
@@ -219,6 +219,49 @@ def test_parameters_alone_start_another_training(tmp_path):
         assert np.array_equal(part["w"], trained["w"])
         found = line_of(checkpoints.restore_params, shapes | {"new": np.zeros(2)})
         assert "is of another model: params.new is missing there and float64 (2,)" in found
+
+
+def test_a_model_state_may_hold_infinity_but_not_nan(tmp_path):
+    def with_state(params, model_state, batch, key=None):
+        return loss_fn(params, batch), model_state
+
+    trainer = make(jaxddp.bucketed(), 2, loss_fn=with_state, has_state=True, nonfinite="skip")
+    with Checkpoints(tmp_path) as checkpoints:
+        mask = {"mask": np.array([0, -np.inf])}
+        state, metrics = trainer.step(trainer.init(make_params(), model_state=mask), batch_of(0))
+        checkpoints.save(trainer, state)
+        assert metrics["skipped"] == 0
+        assert_same(checkpoints.restore_params({}, model_state=mask)[1], mask)
+        wrong = state._replace(model_state={"mask": np.array([0, np.nan])}, step=state.step + 1)
+        with pytest.raises(FloatingPointError, match="model_state.mask"):
+            checkpoints.save(trainer, wrong)
+
+
+def test_a_learning_rate_that_is_set_by_hand_may_be_any_number(tmp_path):
+    trainer = make(jaxddp.zero1(), 2, optimizer=optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+    state, _ = trainer.step(trainer.init(make_params()), batch_of(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        for rate in (0.5, np.float32(0.25)):
+            state.opt_state.hyperparams["learning_rate"] = rate
+            trainer.evaluate(state, batch_of(0))
+            jaxddp.check_replicas(trainer, state)
+            checkpoints.save(trainer, state)
+            restored, _ = checkpoints.restore(trainer, make_params())
+            assert restored.opt_state.hyperparams["learning_rate"] == rate
+            program = trainer.compile(state, batch_of(0))
+            state, _ = trainer.step(state, batch_of(0))
+            assert trainer.compile(state, batch_of(0)) is program
+
+
+def test_whole_owners_come_back_along_axes_in_any_order(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "replica"))
+    trainer = make(jaxddp.zero1(shard="leaves"), mesh=mesh, axis=("replica", "data"))
+    state, _ = trainer.step(trainer.init(make_params()), batch_of(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
+        restored, _ = checkpoints.restore(trainer, make_params())
+    one, other = (trainer.params(trainer.step(each, batch_of(1))[0]) for each in (restored, state))
+    assert_same(one, other)
 
 
 def test_a_model_state_that_a_checkpoint_lacks_or_has_otherwise_is_refused(tmp_path):

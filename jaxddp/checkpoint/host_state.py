@@ -58,7 +58,7 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     new: TrainState = like(places, placed)
     if owners is not None:
         opt_state = owners.from_host(new.opt_state)
-        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, trainer.mesh)
+        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, trainer.mesh, trainer.ranks.axis)
         new = new._replace(opt_state=opt_state._replace(owned=buffers))
     if not isinstance(layout.opt_state, Masters):
         return new
@@ -70,13 +70,14 @@ def _inner(opt_state: Any) -> Any:
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
+    dtype = None if is_key(leaf) else where.dtype  # a number that a user has set may have another
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
-    return np.array(where.from_global(held), order="C")
+    return np.array(where.from_global(held), dtype, order="C")
 
 
 def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:

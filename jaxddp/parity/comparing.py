@@ -42,5 +42,8 @@ def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> floa
     if found.shape != right.shape:
         return np.inf
     wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    apart, size = (np.max(np.abs(one), initial=0.0) for one in (found.astype(wide) - right.astype(wide), right))
+    is_same = found == right  # also two infinities
+    one, other = (np.where(is_same, 0, array.astype(wide)) for array in (found, right))
+    apart = np.max(np.abs(one - other), initial=0.0)
+    size = np.max(np.abs(right), initial=0.0, where=np.isfinite(right))
     return float(apart / (max(least, float(size)) or 1.0))

@@ -13,6 +13,7 @@ import jaxddp
 from jaxddp.comparison_test import refusal
 from jaxddp.flax import from_nnx
 from jaxddp.parity import ParityError, check
+from jaxddp.parity.comparing import difference
 from jaxddp.training.replicas_test import on_rank
 
 torch = pytest.importorskip("torch")
@@ -259,3 +260,11 @@ def test_a_mistake_that_raises_is_not_a_refusal(monkeypatch):
 
     monkeypatch.setattr(jaxddp.Trainer, "init", fail)
     assert "cannot reshape" in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, BATCHES, num_ranks=[2])
+
+
+def test_two_infinities_are_the_same():
+    right = np.array([1.0, -np.inf, 4.0])
+    assert difference(right + [1e-3, 0, 0], right) == pytest.approx(2.5e-4)
+    assert difference(np.array([1.0, np.inf, 4.0]), right) == np.inf and np.isnan(
+        difference(right * [np.nan, 1, 1], right)
+    )

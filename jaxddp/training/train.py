@@ -47,6 +47,7 @@ from .validation import (
     is_global,
     leaf_specs,
     signature,
+    with_arrays,
 )
 
 NONFINITE = ("ignore", "skip")
@@ -266,8 +267,8 @@ class Trainer:
         batch = host_arrays(batch)
         key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
-            if not all(hasattr(leaf, "aval") for leaf in leaves):  # such as a learning rate that a user has set
-                return self.step(jax.tree.map(jnp.asarray, state), batch)
+            if not all(hasattr(leaf, "aval") for leaf in leaves):
+                return self.step(with_arrays(state), batch)
             model = self.programs(state)
             batch = self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, batch)
@@ -311,7 +312,7 @@ class Trainer:
         )
 
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
-        model = self.programs(state)
+        model, state = self.programs(state), with_arrays(state)
         batch = self._agree(model, host_arrays(batch), 1)
         return self._run(model, model.evaluate(state, batch, measure), state, batch)
 
@@ -404,7 +405,7 @@ class Trainer:
             ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
                 refuses.
         """
-        return self.programs(state).step(state, host_arrays(batch))
+        return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
         """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
@@ -564,4 +565,4 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     trainer.programs(state)  # refuses another trainer's
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
         with trainer._watched():
-            compare_replicas(state, trainer.mesh)
+            compare_replicas(with_arrays(state), trainer.mesh)

@@ -28,6 +28,12 @@ def check_state(state: TrainState) -> tuple[list[Any], Any]:
     return leaves, structure
 
 
+def with_arrays(state: Any) -> Any:
+    """Makes arrays of numbers that a user has set in a state, such as a learning rate."""
+    kinds = jax.Array, jax.ShapeDtypeStruct
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, kinds) else jnp.asarray(leaf), state)
+
+
 def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
     """Gives where full parameters lie along mesh axes that are not of ranks: a tree of ``Leaf``.
 
