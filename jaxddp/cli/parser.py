@@ -57,9 +57,9 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     """Runs one of the commands of ``python -m package``; ``arguments`` are those of the command line if None.
 
     Returns:
-        The exit status: 0, 1 if a compiled program differs from its plan, 2 after bad input, 3 after numbers that are
-        not finite, 4 if ranks differed, 5 if another process was lost, 128 + the number of a signal. Other exceptions
-        are bugs and are not caught.
+        The exit status: 0, 1 if ``doctor`` found what will not work, 2 after bad input, 3 after numbers that are not
+        finite, 4 if ranks differed, 5 if another process was lost, 128 + the number of a signal. ``launch`` gives that
+        of the process that failed. Other exceptions are bugs and are not caught.
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
