@@ -95,9 +95,10 @@ def fitting(sweep: Sweep) -> tuple[list[int], list[tuple[int, str]]]:
     """The sizes that fit into memory, largest first, whose freed memory serves the others; and why the rest do not."""
     ranks, sizes, left_out = sweep.ranks, [], []
     on_gpus, free = ranks.kind == "gpus", 0.95 * free_bytes(ranks.kind)
-    processes = 0 if on_gpus else PROCESS_BYTES * (1 if ranks.kind == "simulated" else ranks.num)
+    sharing = 1 if on_gpus or ranks.is_job else ranks.num  # so many share the free memory
+    processes = 0 if on_gpus else PROCESS_BYTES * (1 if ranks.kind == "simulated" else sharing)
     for asked in sorted(sweep.sizes, reverse=True):
-        needed = HELD * asked * (1 if on_gpus or ranks.is_job else ranks.num) + processes
+        needed = HELD * asked * sharing + processes
         if needed <= free:
             sizes.append(asked)
         else:

@@ -70,3 +70,5 @@ def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch):
     sizes, left_out = fitting(Sweep("torchref", Ranks(2, "processes"), NAMES, (MIB, GIB, 4 * GIB), None, 1.0))
     assert sizes == [GIB, MIB] and [asked for asked, _ in left_out] == [4 * GIB]
     assert "4 GiB needs 101.0 GiB" in left_out[0][1]
+    in_job = Sweep("torchref", Ranks(8, "processes", is_job=True), NAMES, (2 * GIB,), None, 1.0)
+    assert fitting(in_job) == ([2 * GIB], [])  # what is free is one rank's

@@ -190,10 +190,16 @@ def choose_ranks(num: int | None, kind: str | None, *, default: int, on_cpus: st
 
 
 def free_bytes(kind: str) -> int:
-    """Free memory: of the machine and its container, or of the fullest GPU, as the driver says."""
+    """Free memory: of the machine and its container, or of the fullest GPU, as the driver says.
+
+    In a job, every rank must call it and gets the least: of a GPU, or of a rank's share of its host's memory.
+    """
     if kind == "gpus" and not gpus():
         raise ValueError("nvidia-smi must be installed and work: it reports the free memory of GPUs")
-    return min(gpu.free_bytes for gpu in gpus()) if kind == "gpus" else free_memory_bytes()
+    free = min(gpu.free_bytes for gpu in gpus()) if kind == "gpus" else free_memory_bytes()
+    if _job is None:
+        return free
+    return min(gather(free if kind == "gpus" else free // _job.num_local_processes))  # alike: ranks decide by it
 
 
 @functools.cache

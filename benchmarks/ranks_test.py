@@ -9,7 +9,9 @@ import torch.distributed as dist
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import ranks
-from benchmarks.ranks import Ranks, choose_ranks, gather, mesh_of
+from benchmarks.ranks import Ranks, choose_ranks, free_bytes, gather, mesh_of
+from jaxddp.processes.job import Job
+from torchref.launch import shared_pool
 
 
 def total(of, start):
@@ -49,6 +51,20 @@ def test_all_gpus_are_taken_that_both_frameworks_find(monkeypatch):
     assert choose_ranks(None, None, default=2) == Ranks(2, "processes")
     with pytest.raises(ValueError, match="torch finds 0"):
         choose_ranks(None, "gpus", default=2)
+
+
+def free_in_a_job():
+    """What is free in a job whose first host runs 4 of its processes, and whose other host 1."""
+    num_local, free = ((4, 100), (1, 30))[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_job", Job("SLURM", 5, 0, num_local, 0, 2, "host", 1))
+        patch.setattr(ranks, "free_memory_bytes", lambda: free)
+        return gather(free_bytes("processes"))
+
+
+def test_every_rank_of_a_job_finds_the_same_memory_free():
+    of_ranks, _ = shared_pool().run(free_in_a_job, num_ranks=2)
+    assert of_ranks == [25, 25]
 
 
 @pytest.mark.parametrize(

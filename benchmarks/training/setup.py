@@ -106,7 +106,7 @@ class TrainingSetup:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the runs need: of each GPU, or of all ranks together on CPUs."""
+        """Bytes that the runs need: of each GPU or rank of a job, or of all ranks together on CPUs."""
         copies = 4 * self.num_runs  # parameters, two moments and gradients
         held = copies * SIZES[self.model].num_params * (2 if self.dtype == "bf16" else 4)
         if self.ranks.kind == "gpus":
