@@ -6,6 +6,7 @@
 Numbers of ranks run one after the other in processes of their own, so medians are compared, not rounds.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from .ranks import choose_ranks
 from .render import CHECK, STEP, Column, Row, by, counts, interval, percent
 from .strategies import measure_steps
 from .timing import compare
-from .training.setup import BYTE_MODEL, OPTIONS, QUICK_MODEL, check_batch, make_setup, strategies_of
+from .training.setup import BYTE_MODEL, GPU_SEQUENCES, OPTIONS, QUICK_MODEL, check_batch, make_setup, strategies_of
 
 NUM_RANKS, QUICK_RANKS, BATCH = 4, 2, 8
 EFFICIENCY = "Efficiency by number of ranks"
@@ -25,10 +26,11 @@ def cases(options: Options) -> list[Case]:
     """Each number of ranks with its batches, by framework or both at once."""
     default = QUICK_RANKS if options.quick else NUM_RANKS
     most = choose_ranks(options.ranks, options.on, default=default)
-    batch_size = options.batch_size or -(-BATCH // most.num) * most.num
-    check_batch(batch_size, most.num)
     fewer = [2**power for power in range(most.num.bit_length()) if 2**power < most.num and not most.is_job]
     counts = [*fewer, most.num]
+    sequences, multiple = GPU_SEQUENCES * most.num if most.kind == "gpus" else BATCH, math.lcm(*counts)
+    batch_size = options.batch_size or -(-sequences // multiple) * multiple  # each number of ranks can split it
+    check_batch(batch_size, most.num)
     modes = {(count, batch_size): ["strong"] for count in counts}
     for count in counts:
         modes.setdefault((count, batch_size // most.num * count), []).append("weak")

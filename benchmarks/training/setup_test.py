@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import buckets, gates, strategies
+from benchmarks import buckets, gates, scaling, strategies
 from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from benchmarks.scaling import efficiency
@@ -94,6 +94,15 @@ def test_caps_as_good_as_the_best_are_named():
     (found,) = buckets.best_caps(rows)
     assert (found["label"], found["as_good"]) == ("bucketed 5 MiB", "5, 25")
     assert len(list(buckets.plot(rows))) == 1
+
+
+def test_every_number_of_ranks_can_split_the_default_batch_of_scaling(monkeypatch):
+    def batches(**given):
+        return {(one.setup[0].ranks.num, one.setup[0].global_batch) for one in scaling.cases(options(**given))}
+
+    assert batches(on="processes", ranks=3) == {(1, 4), (1, 12), (2, 8), (2, 12), (3, 12)}
+    with_gpus(monkeypatch, 2, free_gib=1000)
+    assert batches() == {(1, 16), (1, 32), (2, 32)}
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks():
