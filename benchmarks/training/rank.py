@@ -108,11 +108,11 @@ def _trained(run: Run, found: Metrics, reference: tuple[Any, Metrics, Any], is_p
         of_ranks[..., 0] = of_ranks[..., 0].mean(0)
     pairs = zip(of_ranks.swapaxes(0, 1).tolist(), expected, strict=True)
     worst = [max(of_round, key=partial(distance, wanted)) for of_round, wanted in pairs]
-    apart = max(float(np.max(np.abs(weights[name].astype(np.float64) - one))) for name, one in trained.items())
+    apart = [np.max(np.abs(weights[name].astype(np.float64) - one)) for name, one in trained.items()]
     return {
         "planned": run.planned, "compiled": run.found,
         "first_loss": worst[0][0], "loss": worst[-1][0], "reference_loss": expected[-1][0],
-        "max_weight_difference": float(np.max(gather(apart))),  # NaN is worst
+        "max_weight_difference": float(np.max(gather(float(np.max(apart))))),  # NaN is worst
         "path_difference": float(np.max(gather(np.divide(norm_of(weights, trained), norm_of(start, trained))))),
         "max_metric_difference": max(map(distance, expected, worst)),
     }  # fmt: skip
