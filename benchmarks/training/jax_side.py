@@ -49,16 +49,18 @@ class JaxSide:
     def reference(self) -> Run:
         """Training on one device alone."""
         alone = Mesh(np.array(jax.local_devices()[:1]), (DATA_AXIS,))  # data_mesh(1) may be another process's device
-        return self._start(jaxddp.naive(), alone, self.setup.batches)()
+        num_parts = self.mesh.size  # as many examples at once as a rank has, so that it needs no more memory
+        return self._start(jaxddp.naive(), alone, self.setup.batches, num_microbatches=num_parts)()
 
     def _start(
-        self, strategy: jaxddp.Strategy, mesh: Mesh, batches: Sequence[Any], *, sends: bool = True, is_jit: bool = False
-    ) -> Callable[[], Run]:
-        trainer = jaxddp.Trainer(self.loss_fn, self.optimizer, strategy, mesh)
-        state, given = trainer.init(self.params), jaxddp.local_rows(self.setup.batches[0])
+        self, strategy: jaxddp.Strategy, mesh: Mesh, batches: Sequence[Any], *, sends: bool = True,
+        is_jit: bool = False, num_microbatches: int = 1,
+    ) -> Callable[[], Run]:  # fmt: skip
+        trainer = jaxddp.Trainer(self.loss_fn, self.optimizer, strategy, mesh, num_microbatches=num_microbatches)
+        state = trainer.init(self.params)
 
         def compile_step() -> Run:
-            program = self._compile_jit(state) if is_jit else trainer.compile(state, given)
+            program = self._compile_jit(state) if is_jit else trainer.compile(state, batches[0])
             take = program if is_jit else trainer.step
 
             def step(index: int) -> tuple[float, float]:
@@ -69,7 +71,7 @@ class JaxSide:
             found = jaxddp.gradient_collectives(program)
             if found and not sends:
                 raise RuntimeError(f"it still has {len(found)} collectives")
-            planned = None if is_jit else trainer.planned(state, given)
+            planned = None if is_jit else trainer.planned(state, batches[0])
             return Run(step, lambda: _in_float32(trainer.params(state)), planned, found)
 
         return compile_step

@@ -62,10 +62,15 @@ class TorchSide:
     def reference(self) -> Run:
         """Training on this rank alone."""
         module = copy.deepcopy(self.module)
-        return self._run(module, torch.optim.AdamW(module.parameters(), **self.adamw), self.batches)
+        optimizer = torch.optim.AdamW(module.parameters(), **self.adamw)
+        num_parts = self.setup.ranks.num  # as many examples at once as a rank has, so that it needs no more memory
+        return self._run(module, optimizer, self.batches, num_microbatches=num_parts)
 
-    def _run(self, net: Any, optimizer: Any, batches: Sequence[Any], *, sends: bool = True) -> Run:
-        trainer, parallel = torchref.Trainer(loss_fn, optimizer, net), isinstance(net, torchref.DataParallel)
+    def _run(
+        self, net: Any, optimizer: Any, batches: Sequence[Any], *, sends: bool = True, num_microbatches: int = 1
+    ) -> Run:
+        trainer = torchref.Trainer(loss_fn, optimizer, net, num_microbatches=num_microbatches)
+        parallel = isinstance(net, torchref.DataParallel)
         found: list[tuple[str, int]] = []  # by the first step
 
         def step(index: int) -> tuple[float, float]:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.ranks import Ranks
-from benchmarks.training import torch_side
+from benchmarks.training import rank, torch_side
+from benchmarks.training.jax_side import JaxSide
 from benchmarks.training.rank import PATH_TOLERANCE, check, distance, exposed, train
-from benchmarks.training.setup import StrategySpec, TrainingSetup
+from benchmarks.training.setup import Run, StrategySpec, TrainingSetup
 from jaxddp.sizes import SIZES
 from torchref.launch import shared_pool
 
@@ -29,9 +30,34 @@ TINY = TrainingSetup(
 )  # fmt: skip
 
 
+def train_and_watch(ranks, setup):
+    """The rows, and the numbers of examples that the references take at once; runs on each rank."""
+    rows, seen = train(ranks, setup), {"jaxddp": set(), "torchref": set()}
+
+    def watched(framework, loss_fn):
+        return lambda net, batch: seen[framework].add(len(batch["tokens"])) or loss_fn(net, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_side, "loss_fn", watched("torchref", torch_side.loss_fn))
+        torch_side.TorchSide(ranks, setup).reference().step(0)
+        side = JaxSide(ranks, setup)
+        side.loss_fn = watched("jaxddp", side.loss_fn)
+        side.reference().step(0)
+    return rows, {framework: sorted(lengths) for framework, lengths in seen.items()}
+
+
 @pytest.fixture(scope="module")
-def rows():
-    return TINY.ranks.run(train, TINY, in_jax=True, say=print)
+def trained():
+    return TINY.ranks.run(train_and_watch, TINY, in_jax=True, say=print)
+
+
+@pytest.fixture
+def rows(trained):
+    return trained[0]
+
+
+def test_single_process_training_takes_no_more_examples_at_once_than_a_rank(trained):
+    assert trained[1] == {"jaxddp": [4], "torchref": [4]}
 
 
 def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):
@@ -99,6 +125,15 @@ GOOD = {
 )
 def test_a_wrong_result_is_told(change, found):
     assert check(GOOD | change, TINY) == found
+
+
+def test_a_weight_that_is_not_a_number_is_the_worst(monkeypatch):
+    monkeypatch.setattr(rank, "gather", lambda value: [value])
+    weights = {"a": np.array([0.5]), "b": np.array([math.nan])}
+    start, right = ({name: np.array([value]) for name in weights} for value in (1.0, 0.0))
+    metrics = [(1.0, 1.0)]
+    found = rank._trained(Run(lambda index: metrics[index], lambda: weights), metrics, (start, metrics, right), False)
+    assert math.isnan(found["max_weight_difference"])
 
 
 def test_a_norm_that_is_not_a_number_is_as_far_as_can_be():
