@@ -5,6 +5,7 @@ two things that were timed in the same rounds is the median of the rounds' ratio
 cancels. Otherwise it is that of the two medians. Intervals come from resampled rounds.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -79,7 +80,7 @@ def interleave(
     before: Callable[[str], object] = lambda label: None, on_round: Callable[[int], object] = lambda done: None,
     after: Callable[[str, Any], Any] = lambda label, result: result,
 ) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:  # fmt: skip
-    """Times steps by turns: each runs once a round, and every round starts with another of them.
+    """Times steps by turns: each runs once a round, in an order that is drawn for the round, alike on all ranks.
 
     A step takes the number of the round; one that fails in the first takes part in no other, and a later failure is
     raised. ``before`` and ``after`` are not timed: ranks meet in the first, the second gives what is kept of a result.
@@ -89,10 +90,8 @@ def interleave(
     """
     results: dict[str, list[Any]] = {label: [] for label in steps}
     seconds: dict[str, list[float]] = {label: [] for label in steps}
-    labels = list(steps)
     for index in range(num_rounds):
-        shift = index % max(1, len(labels))
-        for label in [*labels[shift:], *labels[:shift]]:
+        for label in random.Random(index).sample(list(steps), len(steps)):
             if label not in results:
                 continue
             timed = partial(stopwatch, steps[label], index)

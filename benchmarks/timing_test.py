@@ -4,13 +4,19 @@ import pytest
 from benchmarks.timing import Attempts, Ratio, compare, interleave
 
 
-def test_steps_take_turns_and_every_round_starts_with_another():
+def rounds_of(num_rounds):
     seen = []
     steps = {label: (lambda index, label=label: seen.append(label) or index) for label in "abc"}
-    kept, seconds = interleave(steps, 4, 1, attempt=Attempts(str), after=lambda label, result: 10 * result)
-    assert "".join(seen) == "abcbcacababc"
-    assert kept == dict.fromkeys("abc", [0, 10, 20, 30])
-    assert all(len(times) == 3 and min(times) > 0 for times in seconds.values())
+    kept, seconds = interleave(steps, num_rounds, 1, attempt=Attempts(str), after=lambda label, result: 10 * result)
+    assert kept == dict.fromkeys("abc", [10 * index for index in range(num_rounds)])
+    assert all(len(times) == num_rounds - 1 and min(times) > 0 for times in seconds.values())
+    return ["".join(seen[first : first + 3]) for first in range(0, len(seen), 3)]
+
+
+def test_steps_take_turns_and_follow_one_another_in_every_order():
+    rounds = rounds_of(30)
+    assert {"".join(sorted(one)) for one in rounds} == {"abc"} and len(set(rounds)) == 6
+    assert rounds == rounds_of(30)  # ranks draw the same
 
 
 def test_what_is_done_before_and_after_a_step_is_not_timed():
@@ -43,7 +49,8 @@ def test_what_fails_on_another_rank_is_left_out_here_as_well():
     told = iter(["", "OSError: rank 1 has none"])
     attempt = Attempts(lambda said: next(told))
     kept, _ = interleave({label: lambda index: index for label in "ab"}, 2, 0, attempt=attempt)
-    assert kept == {"a": [0, 1]} and attempt.failed == {"b": "OSError: rank 1 has none"}
+    (failed,) = {*"ab"} - {*kept}
+    assert [*kept.values()] == [[0, 1]] and attempt.failed == {failed: "OSError: rank 1 has none"}
 
 
 def test_what_slows_both_for_some_rounds_cancels_only_where_they_took_turns():
