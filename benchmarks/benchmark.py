@@ -85,6 +85,7 @@ def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: S
                 lines.write(json.dumps(rows[-1]) + "\n")
 
     for case in cases:
+        num_before = len(rows)
         try:
             for row in benchmark.measure(case._replace(folder=folder), say):
                 keep(row, case.name)
@@ -94,7 +95,7 @@ def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: S
             if "job_ranks" in about:  # the other processes would wait for this one: the launcher has to end them
                 raise
             keep({"check": f"{FAILED}{first_line(error)}", "error": str(error)}, case.name)
-        if rows and rows[-1]["check"].startswith((NOT_RUN, FAILED)):
+        if len(rows) > num_before and rows[-1]["check"].startswith((NOT_RUN, FAILED)):
             say(f"{case.name}: {rows[-1]['check']}")
     for row in list(benchmark.check(rows)):
         keep(row, "comparison")
