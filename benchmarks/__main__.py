@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ def positive(kind: type) -> Any:
     return number
 
 
-def make_options() -> dict[str, dict[str, Any]]:
+def make_options(strategies: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """The options of all benchmarks, as argparse takes them; a benchmark names those that it has."""
     from jaxddp.models import SIZES
 
     from .ranks import KINDS
     from .training.setup import DTYPES, NAMES
 
+    strategies = strategies or NAMES
     return {
         "quick": {"action": "store_true", "help": "the short form"},
-        "ranks": {"type": positive(int), "metavar": "N", "help": "ranks in each framework (default: all GPUs, or 2)"},
-        "on": {"choices": KINDS, "help": "what ranks are (default: GPUs where there are any, else processes; in the"
-               " main job simulated devices): devices of one JAX process, processes over Gloo, GPUs, processes on hosts"
-               " of a lab, or the processes of a job that srun, torchrun or mpirun has started"},
+        "ranks": {"type": positive(int), "metavar": "N", "help": "ranks in each framework"},
+        "on": {"choices": KINDS, "help": "what ranks are: devices of one JAX process, processes over Gloo, GPUs,"
+               " processes on hosts of a lab, or the processes of a job that srun, torchrun or mpirun has started"},
         "hosts": {"type": positive(int), "metavar": "N", "help": "of a lab: hosts, 2 to 8 (default: 2)"},
         "rate_mbit": {"type": positive(float), "metavar": "R",
                       "help": "of a lab: what a host sends and receives (default: 1000 Mbit/s)"},
@@ -43,8 +43,8 @@ def make_options() -> dict[str, dict[str, Any]]:
         "model": {"choices": tuple(SIZES), "metavar": "NAME", "help": f"what is trained: {', '.join(SIZES)}"},
         "dtype": {"choices": DTYPES, "help": "the arithmetic of both frameworks: true float32 (default), float32 with"
                   " matrix products in TF32, or all in bfloat16"},
-        "strategies": {"nargs": "+", "choices": NAMES, "metavar": "NAME",
-                       "help": f"what to compare: {', '.join(NAMES)}"},
+        "strategies": {"nargs": "+", "choices": strategies, "metavar": "NAME",
+                       "help": f"what to compare: {', '.join(strategies)}"},
         "target": {"metavar": "SPEC", "help": "chip and count to compile for, such as h100:8"},
         "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "bucket caps"},
         "sizes_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "buffers"},
@@ -66,8 +66,9 @@ def make_parser(benchmark: Any = None) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for name, how in make_options().items():
-        if name in (benchmark or BENCHMARKS["main"]).options:
+    taken = benchmark or BENCHMARKS["main"]
+    for name, how in make_options(taken.strategies).items():
+        if name in taken.options:
             parser.add_argument(f"--{name.replace('_', '-')}", **how)
         else:
             parser.set_defaults(**{name: None})
@@ -99,9 +100,9 @@ def _run(arguments: list[str]) -> int:
 
     name, *rest = arguments if arguments and not arguments[0].startswith("-") else ["", *arguments]
     if name == "report":
-        if len(rest) != 1:
-            raise ValueError("report must be given the folder of one run")
-        rows = read_rows(run_folder := Path(rest[0]))
+        parser = Parser(prog="python -m benchmarks report", description="Makes the page of a run again.")
+        parser.add_argument("run", metavar="RUN", help="its folder")
+        rows = read_rows(run_folder := Path(parser.parse_args(rest).run))
         print(write(run_folder, BENCHMARKS[rows[0]["benchmark"]], rows))
         return 0
     if name and name not in BENCHMARKS:

@@ -18,7 +18,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -66,6 +66,7 @@ class Benchmark:
     plot: Callable[[Sequence[Row]], Iterable[Any]] = lambda rows: ()
     check: Callable[[Sequence[Row]], Iterable[Mapping[str, Any]]] = lambda rows: ()
     notes: Sequence[str] = ()
+    strategies: Collection[str] = ()  # to choose from; empty: ours and what the frameworks do by themselves
 
 
 def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: Say, about: Mapping[str, Any]) -> bool:

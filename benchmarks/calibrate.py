@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import jaxddp
-from jaxddp import targets
+from jaxddp import STRATEGIES, targets
 from jaxddp.instruments.inspect import Training, inspect, transformer_training
 from jaxddp.instruments.memory import step_memory
 from jaxddp.instruments.trace import PRODUCTS, read_trace
@@ -31,7 +31,7 @@ from .benchmark import WRONG, Benchmark, Case, Options, Say, first_line
 from .ranks import Ranks, about, choose_ranks, mesh_of, say_on_rank, slowest
 from .render import CHECK, Column, Row, mib, new_figure, percent
 from .training.jax_side import place
-from .training.setup import DTYPES, QUICK_MODEL, check_batch
+from .training.setup import DTYPES, OPTIONS, QUICK_MODEL, check_batch
 
 STEPS_IN_A_ROW, WARMUP, PROFILED = 10, 5, 3
 MODELS = ("small", "seed_xl", "medium", "large")
@@ -188,8 +188,7 @@ def plot(rows: Sequence[Row]) -> Iterable[Any]:
 
 BENCHMARK = Benchmark(
     "calibrate", "the step that inspect predicts beside the step that runs",
-    ("quick", "ranks", "on", "steps", "batch_size", "model", "dtype", "strategies", "target"),
-    cases, measure,
+    (*OPTIONS, "strategies", "target"), cases, measure,
     {
         "Steps as predicted and as measured": (
             Column("case"), Column("ranks", "num_ranks"), Column("batch", "global_batch"), Column("device"),
@@ -207,4 +206,5 @@ BENCHMARK = Benchmark(
         f"measured: {STEPS_IN_A_ROW} steps in a row, by their number; predicted: compiled for the target and simulated",
         "bf16: copies of float32 parameters, as inspect --dtype bf16; tf32: float32 whose products are in TF32",
     ),
+    strategies=STRATEGIES,
 )  # fmt: skip

@@ -79,4 +79,5 @@ BENCHMARK = Benchmark(
         "state: what lives across steps, parameters and optimizer state to the byte as the layout has them; by formula:"
         " without padding, counters and key",
     ),
+    strategies=STRATEGIES,
 )  # fmt: skip
