@@ -144,7 +144,7 @@ def divide(total: jax.Array, divisor: jax.Array | float, token: jax.Array | int 
     """The one division: by the number of ranks and micro-batches, or by the total weight."""
     # Whatever promotion users allow themselves, a weight of one dtype divides gradients of another.
     with jax.numpy_dtype_promotion("standard"):
-        return (total / (divisor + token)).astype(total.dtype)
+        return (wide(total) / (divisor + token)).astype(total.dtype)  # bfloat16 has no 514
 
 
 def sum_of_squares(arrays: Iterable[jax.Array]) -> jax.Array:

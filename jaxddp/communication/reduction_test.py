@@ -12,7 +12,7 @@ import jaxddp
 from jaxddp import ddp
 from jaxddp.communication import reduction
 from jaxddp.communication.buckets import TensorSpec, plan_buckets, plan_per_tensor
-from jaxddp.communication.reduction import Wire, reduce_buckets
+from jaxddp.communication.reduction import Wire, divide, reduce_buckets
 from jaxddp.communication.sharding import cut, pack_rows, unpack_row
 
 pytestmark = pytest.mark.smoke
@@ -110,3 +110,7 @@ def test_a_bucket_is_sent_after_the_ones_before_it(monkeypatch, number):
         assert later.invars[-1] is earlier.outvars[-1]
     for mean in mapped({name: jnp.arange(4.0) for name in "abc"}).values():
         np.testing.assert_array_equal(mean, [1, 2])
+
+
+def test_16_bit_sums_are_divided_by_the_number_itself():
+    assert divide(jnp.asarray(512, jnp.bfloat16), 514) == jnp.bfloat16(512 / 514) != 1  # as by 512, its nearest

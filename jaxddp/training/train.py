@@ -364,6 +364,8 @@ class Trainer:
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
+        It shares the rest with ``state``, which the next step donates.
+
         Raises:
             ValueError: If the optimizer keeps no average, or several: chain ``jaxddp.params_ema``.
         """
