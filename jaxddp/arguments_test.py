@@ -9,8 +9,6 @@ import pytest
 import jaxddp
 from jaxddp.arguments import check_integer
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.communication.collectives import broadcast, reduce, send_recv
-from jaxddp.comparison_test import refusal
 
 PARAMS, BATCH = {"w": jnp.ones((3, 1))}, {"x": np.ones((8, 3), "f")}
 
@@ -74,31 +72,6 @@ def test_a_wrong_argument_is_one_line(name, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^[^\n]{10,400}$") as raised:
         FUNCTIONS[name](object())
     assert type(raised.value).__module__.startswith(("builtins", "jaxddp"))
-
-
-def test_the_most_likely_ones_are_told_what_to_write():
-    for option, value, said in (
-        ("strategy", jaxddp.bucketed, "must be a strategy, such as jaxddp.bucketed()"),
-        ("optimizer", optax.adam, "must be an optax transformation, such as"),
-    ):
-        assert said in refusal(trainer, **{option: value})
-
-
-def on_ranks(function):
-    specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
-    jax.shard_map(function, mesh=jaxddp.data_mesh(2), **specs)(jnp.ones(4))
-
-
-@pytest.mark.parametrize(
-    ("call", "rule"),
-    [
-        (lambda x: broadcast(x, "data", 1.5), "root (=1.5) must be at least 0 and below num_ranks (=2), an integer"),
-        (lambda x: reduce(x, "data", 2), "root (=2) must be at least 0 and below num_ranks (=2), an integer"),
-        (lambda x: send_recv(x, "data", [(0, 0.5)]), "must name ranks from 0 to below num_ranks (=2)"),
-    ],
-)  # fmt: skip
-def test_roots_and_pairs(call, rule):
-    assert rule in refusal(on_ranks, call)
 
 
 def test_a_negative_or_infinite_weight_is_found_as_not_finite():

@@ -13,30 +13,8 @@ from jaxddp.models import abstract
 from jaxddp.tree import tensor_specs
 
 
-def specs(*names_and_mib, dtype="float32"):
-    return [
-        TensorSpec(name, (int(mib * 2**20) // (4 if dtype == "float32" else 2),), dtype) for name, mib in names_and_mib
-    ]
-
-
 def names(plan):
     return [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
-
-
-def test_a_bucket_closes_before_its_cap_or_with_torchs_rule_after_it():
-    tensors = specs(("a", 2), ("b", 2), ("c", 2), ("d", 0.5))
-    assert names(plan_buckets(tensors, 4)) == [["a", "b"], ["c", "d"]]
-    assert names(plan_buckets(tensors, 3)) == [["a"], ["b"], ["c", "d"]]
-    assert names(plan_buckets(tensors, 3, rule="torch")) == [["a", "b"], ["c", "d"]]
-
-
-def test_caps_by_bucket_none_and_default():
-    tensors = specs(*((letter, 1) for letter in "abcdefgh"))
-    assert names(plan_buckets(tensors, [1, 2, 3])) == [["a"], ["b", "c"], ["d", "e", "f"], ["g", "h"]]
-    assert names(plan_buckets(tensors, None)) == [list("abcdefgh")]
-    assert names(plan_buckets(tensors, 25)) == [list("abcdefgh")]
-    assert names(plan_buckets(tensors, "default")) == [["a"], list("bcdefgh")]
-    assert names(plan_buckets(tensors)) == names(plan_buckets(tensors, "default"))
 
 
 def test_counts_of_the_171m_model():

@@ -131,11 +131,12 @@ def test_errors_name_the_value_and_the_rule():
     for needs_dimension_0 in (reduce_scatter, all_gather, ring_reduce_scatter, ring_all_gather):
         assert "shape (=()) must have a dimension 0" in refusal(on_ranks, needs_dimension_0, x[:, 0])
     for rooted in (broadcast, reduce):
-        for root in (4, -1):
+        for root in (4, -1, 1.5):
             found = refusal(on_ranks, lambda x, axis, fn=rooted, root=root: fn(x, axis, root), x)
-            assert f"root (={root}) must be at least 0 and below num_ranks (=4)" in found
+            assert f"root (={root}) must be at least 0 and below num_ranks (=4), an integer" in found
     for pairs, rule in (
         ([(0, 4)], "must name ranks from 0 to below num_ranks (=4)"),
+        ([(0, 0.5)], "must name ranks from 0 to below num_ranks (=4)"),
         ([(-1, 0)], "must name ranks from 0 to below num_ranks (=4)"),
         ([(0, 1), (0, 2)], "must send at most once from each rank"),
         (iter([(0, 1)]), "must be a sequence of pairs, (from rank, to rank)"),
