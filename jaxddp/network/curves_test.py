@@ -6,6 +6,7 @@ import pytest
 from jaxddp.comparison_test import refusal
 from jaxddp.network import Network, from_file, measured
 from jaxddp.network.curves import HOST_LATENCY_US, _at_size
+from jaxddp.network.nccl_tests_test import output
 from jaxddp.network.tables import _MEASURED
 
 S = 10**9
@@ -39,10 +40,6 @@ def test_times_by_hand(network, kind, group, latencies, by_hand_s):
 
 
 def test_bytes_by_level():
-    network = Network(450, host_gb_per_s=50, devices_per_host=4)
-    assert network.sent_bytes("all-gather", 800, range(8)) == (600, 100)  # a quarter each, of which half is here
-    assert network.sent_bytes("all-reduce", 800, range(4)) == (1200, 0)
-    assert network.sent_bytes("all-reduce", 800, (1, 5)) == (0, 800)
     # Uneven hosts: the one rank alone on its host sends all but its own part to the other.
     assert HOSTS.sent_bytes("all-to-all", 90, (0, 1, 8)) == (30, 60)
     assert HOSTS.sent_bytes("all-to-all", 512, range(16)) == (224, 256)
@@ -157,25 +154,20 @@ def test_a_run_of_the_collectives_benchmark_is_read(file):
     assert from_file(path).seconds("all-gather", 4 * MIB, range(4)) == pytest.approx(0.4e-3)
 
 
-NCCL_TESTS = """\
-# Collective test starting: all_reduce_perf
-#  Rank  0 Group  0 Pid  27523 on   node-01 device  0 [0000:01:00] NVIDIA H100 80GB HBM3
-#  Rank  1 Group  0 Pid  27523 on   node-01 device  1 [0000:02:00] NVIDIA H100 80GB HBM3
-     1048576        262144     float     sum      -1    29.97   34.99   34.99      0    29.89   35.08   35.08      0
-    67108864      16777216     float     sum      -1   312.40  214.82  214.82      0   310.83  215.90  215.90      0
-   134217728      33554432     float     sum      -1     1.00  214.82  214.82      3   310.83  215.90  215.90      0
-# Out of bounds values : 0 OK
-# Collective test concluded: all_reduce_perf
-#
-"""
+REDUCES = (
+    "1048576        262144     float     sum      -1    29.97   34.99   34.99      0    29.89   35.08   35.08      0",
+    "67108864      16777216     float     sum      -1   312.40  214.82  214.82      0   310.83  215.90  215.90      0",
+    "134217728      33554432     float     sum      -1     1.00  214.82  214.82      3   310.83  215.90  215.90      0",
+)
 
 
 def test_what_nccl_tests_print_is_read(file):
-    network = from_file(file(NCCL_TESTS, "log.txt"))
+    printed = "\n".join(output("all_reduce_perf", 2, *REDUCES))
+    network = from_file(file(printed, "log.txt"))
     assert network.seconds("all-reduce", 64 * MIB, range(2)) == pytest.approx(312.4e-6)  # out of place
     assert network.seconds("all-reduce", MIB, range(2)) == pytest.approx(29.97e-6)
     assert network.seconds("all-reduce", 128 * MIB, range(2)) == pytest.approx(624.8e-6)  # wrong sums are no time
-    two_hosts = NCCL_TESTS.replace("node-01 device  1", "node-02 device  0")
+    two_hosts = printed.replace("node-01 device  1", "node-02 device  0")
     assert "its ranks are on 2 hosts" in refusal(from_file, file(two_hosts, "two.txt"))
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from jaxddp.network import Network
 from jaxddp.planning.chips import target
-from jaxddp.planning.machine import cluster_of, network_in_words, network_of
+from jaxddp.planning.machine import cluster_of
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,3 @@ def test_peaks_are_those_of_the_dtype():
     peaks = {("h100:8", "bfloat16"): 989.4e12, ("h100:8", "float32"): 494.7e12, ("v5p:8", "float32"): 4.6e14}
     for (spec, dtype), flops_per_s in peaks.items():
         assert cluster_of(target(spec), dtype).flops_per_s == flops_per_s
-
-
-@pytest.mark.parametrize(
-    ("spec", "gb_per_s", "host_gb_per_s", "words"),
-    [
-        ("h100:8", None, None, "450 GB/s a device as published, at peak, 20 us a call"),
-        ("h100:4x8", None, 12, "450 GB/s a device as published, at peak, 20 us a call, between hosts 12 GB/s as given"),
-    ],
-)
-def test_the_network_is_named_with_where_it_comes_from(spec, gb_per_s, host_gb_per_s, words):
-    network = network_of(target(spec), gb_per_s, host_gb_per_s, 20)
-    assert network_in_words(target(spec), network) == f"network, assumed: {words}"
