@@ -26,7 +26,6 @@ TINY, NUM_BYTES = "--model tiny --batch-per-device 4", 28_992  # of its paramete
 
 
 def inspected(options):
-    """What the command inspects for some options."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     return command.inspected(parser.parse_args(["inspect", *options.split()]))
@@ -178,9 +177,9 @@ def test_a_training_that_is_none(options, message, own, capsys):
 TARGET = targets.target("h100:8")
 
 
-def inspection(strategy, network=None, **changes):
+def inspection(strategy, **changes):
     """A step of the fixtures as if it had been compiled from a model just now."""
-    schedule, network = schedule_of(f"gpu-{strategy}-jax0.12"), network or Network(50, 15)
+    schedule, network = schedule_of(f"gpu-{strategy}-jax0.12"), Network(50, 15)
     simulation = simulate(schedule, TARGET.chip, network)
     memory = {"parameters": 28_992, "peak": 4_460_000_000, "available": 80_000_000_000}
     bound = Bound(simulation.compute_s, 1e-6, 1e-6, 17e-6)
@@ -229,10 +228,6 @@ def test_a_row_holds_what_the_schedule_and_the_simulation_say(both, shown):
         assert row[11:] == [f"{simulation.step_s / each.bound.step_s:.3f}", "4.5"]
 
 
-def test_the_bound_is_below(both, shown):
-    assert "\nNo schedule can beat the bound, " in shown(both)
-
-
 @pytest.mark.parametrize("width", [160, 80])
 def test_nothing_is_cut_at_any_width(both, width, shown):
     output = shown(both, width)
@@ -245,5 +240,3 @@ def test_nothing_is_cut_at_any_width(both, width, shown):
 def test_what_was_not_compiled_as_planned_stands_out(both, shown):
     output = shown([dataclasses.replace(both[1], planned=both[1].planned[1:])])
     assert "NOT AS PLANNED" in output and "\nnaive: compiled to other collectives than planned\n" in output
-    output = shown([inspection("bucketed", Network(450, 15, host_gb_per_s=12.5, devices_per_host=4))])
-    assert "between hosts 12.5 GB/s as given" in output

@@ -137,17 +137,6 @@ def test_frozen_parameters_have_no_optimizer_state(compiles_to):
     assert naive.memory["parameters"] == 45_000_000_000 + 32
 
 
-@pytest.mark.parametrize(
-    ("strategies", "options", "message"),
-    [
-        (["fast"], {}, "unknown strategy 'fast': one of naive, "),
-        (
-            ["auto"],
-            {"num_microbatches": 2},
-            "strategy 'auto' must come without options of Trainer, not num_microbatches",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(strategies, options, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        inspected(strategies, 2, **options)
+def test_xlas_own_step_takes_no_options_of_a_trainer():
+    with pytest.raises(ValueError, match="^strategy 'auto' must come without options of Trainer, not num_microbatches"):
+        inspected(["auto"], 2, num_microbatches=2)

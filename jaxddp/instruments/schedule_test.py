@@ -1,15 +1,10 @@
 import pytest
 
 from jaxddp.comparison_test import refusal
+from jaxddp.instruments.hlo_test import ADD
 from jaxddp.instruments.schedule import Overlap, read_schedule
 from jaxddp.network import Network
 
-ADD = """%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-"""
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
 
 
