@@ -88,6 +88,7 @@ from torch import nn
 
 import torchref
 from torchref.launch import launch
+from torchref.registry import make_training
 
 
 def foreign_modules():
@@ -95,10 +96,8 @@ def foreign_modules():
 
 
 def step_of_every_strategy():
-    for name, strategy in torchref.STRATEGIES.items():
-        takes = {"optimizer_cls": torch.optim.SGD, "lr": 0.1} if strategy.owns_optimizer else {}
-        net = torchref.make_strategy(name, nn.Linear(3, 2), **takes)
-        optimizer = net if strategy.owns_optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
+    for name in torchref.STRATEGIES:
+        net, optimizer = make_training(name, nn.Linear(3, 2), torch.optim.SGD, {}, lr=0.1)
         torchref.Trainer(lambda net, batch: net(batch["x"]).mean(), optimizer, net).step({"x": torch.ones(4, 3)})
     return foreign_modules()
 

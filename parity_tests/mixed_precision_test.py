@@ -17,6 +17,7 @@ import torchref
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.comparison_test import mostly_full, trained
 from torchref.interop import from_numpy
+from torchref.registry import make_training
 from torchref.train import local_rows
 
 NUM_RANKS, NUM_STEPS, SHAPES = 2, 10, {"up": (6, 16), "down": (16, 3)}
@@ -68,12 +69,8 @@ def train_in_jax(name, optimizer, options, **precision):
 
 def train_on_rank(name, optimizer, weights):
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
-    module, wrap = from_numpy(weights, Net()), torchref.STRATEGIES[name]
-    if name == "zero3":
-        net = wrap(module, compute_dtype=torch.bfloat16)
-    else:
-        net = wrap(module, optimizer_cls, **hyper) if wrap.owns_optimizer else wrap(module)
-    steps = net if wrap.owns_optimizer else optimizer_cls(net.parameters(), **hyper)
+    options = {"compute_dtype": torch.bfloat16} if name == "zero3" else {}
+    net, steps = make_training(name, from_numpy(weights, Net()), optimizer_cls, options, **hyper)
     loss_fn = functools.partial(torch_loss, enabled=name != "zero3")
     trainer = torchref.Trainer(loss_fn, steps, net, num_microbatches=2)
     for batch in batches():

@@ -14,17 +14,10 @@ from jaxddp.models import toy_test as toys_in_jax
 from torchref import interop as in_torch
 from torchref.models import toy_test as toys_in_torch
 
+from .inputs import batches
+
 # Float64: the frameworks sum in another order, which costs a few roundings of values near 1.
 ATOL = 1e-12
-
-
-def numpy_batch(name, seed=0):
-    rng = np.random.default_rng(seed)
-    if name in jaxddp.models.SIZES:
-        config = jaxddp.models.SIZES[name]
-        ids = rng.integers(config.vocab, size=(2, 3, min(config.context, 16))).astype(np.int32)
-        return {"tokens": ids[0], "targets": ids[1]}
-    return {"x": rng.normal(size=(6, 10)), "y": rng.normal(size=(6, 10 if name == "toy_tied" else 5))}
 
 
 @pytest.mark.sample
@@ -42,7 +35,7 @@ def test_same_weights_give_same_loss_and_gradients(name, direction):
         else:
             params = in_jax.from_numpy(in_torch.to_numpy(module), params)
 
-        batch = numpy_batch(name)
+        batch = batches(name, "float64")[0]
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, jax.tree.map(jnp.asarray, batch))
         torch_loss = toys_in_torch.loss_fn(module, {key: torch.from_numpy(array) for key, array in batch.items()})
         torch_loss.backward()

@@ -21,7 +21,9 @@ from jaxddp.comparison_test import planned_collectives as planned_in_jax
 from jaxddp.models.toy_test import abstract
 from torchref.communication.reduction import tensor_spec
 from torchref.models.toy_test import build
+from torchref.registry import make_training
 
+from .inputs import batches
 from .jax_side import is_trainable
 
 pytestmark = pytest.mark.smoke
@@ -35,14 +37,6 @@ BUCKETED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 UNUSED = "unused.weight"  # in ``toy_unused``
 
 
-def abstract_batch(model):
-    if model in jaxddp.models.SIZES:
-        tokens = jax.ShapeDtypeStruct((6, 16), jnp.int32)
-        return {"tokens": tokens, "targets": tokens}
-    out_features = 10 if model == "toy_tied" else 5
-    return {name: jax.ShapeDtypeStruct((6, size), jnp.float32) for name, size in (("x", 10), ("y", out_features))}
-
-
 @functools.cache
 def traced(model):
     """The backward pass, which all strategies plan from, and the torch name of each parameter."""
@@ -51,7 +45,7 @@ def traced(model):
     trained = {name: leaf for name, leaf in params.items() if is_trainable(name)}
     frozen = {name: leaf for name, leaf in params.items() if not is_trainable(name)}
     grad_fn = jax.grad(lambda trained, frozen, batch: loss_fn(trained | frozen, batch))
-    return trace_gradients(grad_fn, trained, frozen, abstract_batch(model)), names
+    return trace_gradients(grad_fn, trained, frozen, batches(model, "float32")[0]), names
 
 
 def described(buckets, names=None):
@@ -68,8 +62,7 @@ def torch_plans(model):
     """What every strategy of torchref plans by default; runs in a rank process."""
     found = {}
     for name in BUCKETED:
-        takes = {"optimizer_cls": torch.optim.SGD, "lr": 0.1} if torchref.STRATEGIES[name].owns_optimizer else {}
-        net = torchref.make_strategy(name, build(model), **takes)
+        net, _ = make_training(name, build(model), torch.optim.SGD, {}, lr=0.1)
         collectives = [net.planned_collectives(num_microbatches=count) for count in NUM_MICROBATCHES]
         found[name] = described(net.plan.buckets), collectives
     return found

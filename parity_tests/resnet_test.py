@@ -1,8 +1,4 @@
-"""A small residual network with BatchNorm, in NNX and in PyTorch, under every strategy.
-
-Where each rank normalises its own examples, ``torchref`` does the same. Where statistics are synchronised over ranks,
-the training is that of one PyTorch process with the whole batch.
-"""
+"""A small residual network with BatchNorm over a rank's own examples, in NNX and in PyTorch, under every strategy."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +11,11 @@ from flax import nnx
 from torch import nn
 
 import jaxddp
-import torchref
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.comparison_test import compiled_as_planned
 from jaxddp.flax import from_nnx
 from torchref.interop import from_numpy
+from torchref.registry import make_training
 from torchref.train import local_rows
 
 NUM_RANKS, NUM_STEPS, ROWS, CLASSES = 2, 4, 8, 3
@@ -45,12 +41,12 @@ class FlaxBlock(nnx.Module):
 
 
 class FlaxNet(nnx.Module):
-    def __init__(self, axis_name):
+    def __init__(self):
         options = {"rngs": nnx.Rngs(0), "dtype": jnp.float64, "param_dtype": jnp.float64}
         as_torchs = {"momentum": 0.9, "epsilon": 1e-5, "use_fast_variance": False}
 
         def norm(width):
-            made = nnx.BatchNorm(width, axis_name=axis_name, **as_torchs, **options)
+            made = nnx.BatchNorm(width, **as_torchs, **options)
             made.mean, made.var = (nnx.BatchStat(array(width, jnp.float64)) for array in (jnp.zeros, jnp.ones))
             return made
 
@@ -110,10 +106,10 @@ def torch_loss(net, batch):
     return nn.functional.cross_entropy(net(images), torch.from_numpy(batch["y"]))
 
 
-def train_in_jax(strategy, optimizer, axis_name=None):
+def train_in_jax(strategy, optimizer):
     """Initial and trained weights and running means, by torch name."""
     with jax.enable_x64(True):
-        model = FlaxNet(axis_name)
+        model = FlaxNet()
         loss_fn, params, model_state = from_nnx(model, flax_loss)
         tx, mesh = OPTIMIZERS[optimizer][0](), jaxddp.data_mesh(NUM_RANKS)
         trainer = jaxddp.Trainer(loss_fn, tx, strategy, mesh, has_state=True, state_sync="first")
@@ -139,12 +135,8 @@ def make_net(weights):
 
 def train_on_rank(name, options, optimizer, weights):
     _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
-    module, wrap = make_net(weights), torchref.STRATEGIES[name]
-    if wrap.owns_optimizer:
-        net = steps = wrap(module, optimizer_cls, **options, **hyper, foreach=False)
-    else:
-        net = wrap(module, **options)
-        steps = optimizer_cls(net.parameters(), **hyper, foreach=False)
+    module = make_net(weights)
+    net, steps = make_training(name, module, optimizer_cls, options, **hyper, foreach=False)
     for batch in batches():
         net.zero_grad()
         torch_loss(net, local_rows(batch, dist.get_rank(), NUM_RANKS)).backward()
@@ -181,19 +173,3 @@ def test_ranks_that_normalise_their_own_examples(ranks, name, options, torch_opt
     initial, ours = train_in_jax(jaxddp.make_strategy(name, **options), optimizer)
     theirs = ranks.run(train_on_rank, name, torch_options, optimizer, initial, num_ranks=NUM_RANKS)
     check(ours, theirs[0], initial)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"), [(jaxddp.bucketed(1e-3), "momentum"), (jaxddp.zero3(**SHARDED), "adamw")]
-)
-def test_synchronised_statistics_are_those_of_one_process(strategy, optimizer):
-    initial, ours = train_in_jax(strategy, optimizer, axis_name="data")
-    _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
-    net = make_net(initial)
-    steps = optimizer_cls(net.parameters(), **hyper, foreach=False)
-    for batch in batches():
-        steps.zero_grad()
-        torch_loss(net, batch).backward()
-        steps.step()
-    found = dict(net.named_parameters()) | {name: buffer for name, buffer in net.named_buffers() if "mean" in name}
-    check(ours, {name: tensor.detach().numpy() for name, tensor in found.items()}, initial)
