@@ -10,7 +10,7 @@ from flax import nnx
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
-from jaxddp.comparison_test import assert_near, refusal as line_of, trained
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, refusal as line_of, trained
 from jaxddp.models.toy_test import ToyMLP
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -25,13 +25,9 @@ def loss_fn(params, batch):
     return jnp.mean((params["scale"] * hidden - batch["y"]) ** 2) + jnp.sum(params["empty"])
 
 
-# The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
-EMPTY = (int(jax.__version_info__[:2] == (0, 11)), 3)
-
-
 def make_params(dtype=np.float64):
     rng = np.random.default_rng(0)
-    shapes = {"w": (5, 8), "b": (8,), "stack": (2, 8, 8), "scale": (), "empty": EMPTY}
+    shapes = {"w": (5, 8), "b": (8,), "stack": (2, 8, 8), "scale": (), "empty": (NUM_EMPTY, 3)}
     return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
 
 
@@ -201,7 +197,7 @@ def test_every_bit_comes_back_in_trees_of_every_kind(tmp_path, make_tree, strate
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
 
 
-def test_parameters_alone_start_another_training(tmp_path):
+def test_parameters_are_restored_alone_and_in_part(tmp_path):
     params = make_params()
     with Checkpoints(tmp_path) as checkpoints:
         trainer = make(jaxddp.zero3(min_shard_elements=8), 4)
@@ -212,9 +208,6 @@ def test_parameters_alone_start_another_training(tmp_path):
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         restored = checkpoints.restore_params(shapes)
         assert jax.tree.all(jax.tree.map(np.array_equal, restored, trained))
-        other = make(jaxddp.bucketed(), 2, optimizer=optax.sgd(0.1))
-        state, _ = other.step(other.init(restored), batch_of(1))
-
         part = checkpoints.restore_params({"w": shapes["w"]})  # the rest stays in the checkpoint
         assert np.array_equal(part["w"], trained["w"])
         found = line_of(checkpoints.restore_params, shapes | {"new": np.zeros(2)})
@@ -317,7 +310,7 @@ def test_another_model_or_optimizer_is_named_by_its_first_leaf_that_differs(save
     for changed, difference in (
         (params | {"stack": jnp.zeros((3, 8, 8))}, "stack is float64 (2, 8, 8) there and float64 (3, 8, 8) here"),
         ({"new": jnp.zeros(3)} | params, "new is missing there and float64 (3,) here"),
-        ({"b": params["b"]}, f"empty is float64 {EMPTY} there and missing here"),
+        ({"b": params["b"]}, f"empty is float64 {(NUM_EMPTY, 3)} there and missing here"),
     ):
         assert refusal(saved, params=changed) == f"{start}model: params.{difference}"
     for optimizer, difference in (

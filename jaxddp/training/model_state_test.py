@@ -11,7 +11,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.comparison_test import assert_near, refusal, trained
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -141,8 +141,7 @@ def test_statistics_over_the_axis_are_those_of_the_whole_batch():
     assert_counted_apart(trainer, calls_collectives=True)
 
 
-# The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
-EMPTY = {} if jax.__version_info__[:2] == (0, 11) else {"empty": np.zeros(0)}
+EMPTY = {} if NUM_EMPTY else {"empty": np.zeros(0)}
 
 
 def mixed_state():

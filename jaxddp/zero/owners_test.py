@@ -11,7 +11,15 @@ from optax import contrib
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.comparison_test import assert_near, compiled_as_planned, mostly_full, on_one_device, refusal, trained
+from jaxddp.comparison_test import (
+    NUM_EMPTY,
+    assert_near,
+    compiled_as_planned,
+    mostly_full,
+    on_one_device,
+    refusal,
+    trained,
+)
 from jaxddp.instruments.memory import held_bytes, step_memory
 from jaxddp.models import build
 from jaxddp.strategy import without_communication
@@ -43,9 +51,7 @@ def loss_fn(params, batch):
 
 def inputs(dtype=np.float64):
     rng = np.random.default_rng(0)
-    # The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
-    num_empty = int(jax.__version_info__[:2] == (0, 11))
-    shapes = {"a": {"kernel": (6, 8), "bias": (8,)}, "b": (8, 8), "c": (8, 3), "empty": (num_empty,)}
+    shapes = {"a": {"kernel": (6, 8), "bias": (8,)}, "b": (8, 8), "c": (8, 3), "empty": (NUM_EMPTY,)}
     params = jax.tree.map(
         lambda shape: rng.normal(size=shape).astype(dtype), shapes, is_leaf=lambda s: type(s) is tuple
     )

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, compiled_as_planned, on_one_device, refusal
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.tree import named_leaves
 
@@ -113,14 +113,11 @@ def test_a_bucket_that_no_example_touches_is_planned_as_compiled(num_microbatche
 
 
 def test_leaves_smaller_than_the_ranks_empty_and_scalar_train_as_on_one_device():
-    # The compiler of jax 0.11 crashes on an array without elements in a shard_map; 0.10 and 0.12 do not.
-    num_empty = int(jax.__version_info__[:2] == (0, 11))
-
     def loss_fn(params, batch):
         x = batch["x"] @ params["w"] * params["scale"] + params["b"]
         return jnp.mean((x - batch["y"]) ** 2) + jnp.sum(params["empty"])
 
-    params = {"w": jnp.ones((3, 2)), "scale": jnp.float32(0.5), "b": jnp.zeros(2), "empty": jnp.zeros((num_empty, 4))}
+    params = {"w": jnp.ones((3, 2)), "scale": jnp.float32(0.5), "b": jnp.zeros(2), "empty": jnp.zeros((NUM_EMPTY, 4))}
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
     optimizer = optax.adamw(0.1)
