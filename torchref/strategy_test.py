@@ -128,7 +128,6 @@ def bad_input():
     with pytest.raises(RuntimeError, match="a BucketedDDP is not pickled"):
         copy.deepcopy(net)
     for call, message in (
-        (lambda: torchref.make_strategy("zero9", mlp()), "unknown strategy 'zero9': one of naive, flat, overlapped"),
         (lambda: torchref.BucketedDDP(mlp(), 1, bucket_size_mb=None), r"bucket_mb \(=1\) and bucket_size_mb \(=None\)"),
         (lambda: torchref.BucketedDDP(mlp(), bucket_cap_mb=25), "BucketedDDP has no option bucket_cap_mb; caps"),
     ):

@@ -26,30 +26,23 @@ def _layer_norm(features: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class ToyMLP(nnx.Module):
-    """Linear, ReLU, LayerNorm, Linear."""
-
     def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
         self.up = _linear(in_features, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.down(self.norm(jax.nn.relu(self.up(x))))
 
 
 class TiedToy(nnx.Module):
-    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it.
-
-    The matrix is one leaf: its gradient is the sum over both uses and is communicated once.
-    """
+    """One matrix ``tied [in_features, hidden]`` used twice: into the hidden width, and transposed out of it."""
 
     def __init__(self, in_features: int, hidden: int, *, rngs: nnx.Rngs):
         self.tied = nnx.Param(_init(rngs.params(), (in_features, hidden), jnp.float32))
         self.norm = _layer_norm(hidden, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, in_features]`` to ``[batch, in_features]``."""
         tied = self.tied[...]
         return self.norm(jax.nn.relu(x @ tied)) @ tied.T
 
@@ -63,7 +56,6 @@ class FrozenToy(nnx.Module):
         self.down = _linear(hidden, out_features, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.down(self.norm(jax.nn.relu(self.frozen(x))))
 
 

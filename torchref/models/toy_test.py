@@ -13,8 +13,6 @@ from torchref.models.transformer import _linear
 
 
 class ToyMLP(nn.Module):
-    """Linear, ReLU, LayerNorm, Linear."""
-
     def __init__(self, in_features: int, hidden: int, out_features: int):
         super().__init__()
         self.up = _linear(in_features, hidden)
@@ -22,7 +20,6 @@ class ToyMLP(nn.Module):
         self.down = _linear(hidden, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.down(self.norm(F.relu(self.up(x))))
 
 
@@ -35,7 +32,6 @@ class TiedToy(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.norm(F.relu(x @ self.tied)) @ self.tied.T
 
 
@@ -49,7 +45,6 @@ class FrozenToy(nn.Module):
         self.down = _linear(hidden, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps ``[batch, in_features]`` to ``[batch, out_features]``."""
         return self.down(self.norm(F.relu(self.frozen(x))))
 
 
