@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -99,15 +100,21 @@ def test_all_are_started_again_as_often_as_asked(start, tmp_path):
     assert start("until 2", log_dir=str(logs), max_restarts=1) == 3
 
 
-def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_path):
+@contextmanager
+def signalled_once_all_run(folder, number):
     def send():
-        wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: len(list(folder.glob("0-*"))) == 2)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert start("signal", max_restarts=1) == 128 + signal.SIGUSR1
+    yield
     thread.join()
+
+
+def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_path):
+    with signalled_once_all_run(tmp_path, signal.SIGUSR1):
+        assert start("signal", max_restarts=1) == 128 + signal.SIGUSR1
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
@@ -116,15 +123,9 @@ def test_a_rank_that_is_killed_has_the_status_that_a_shell_gives_it(start):
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_a_while(start, tmp_path, monkeypatch):
-    def send():
-        wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     monkeypatch.setattr("jaxddp.cli.launch._GRACE_S", 0.5)
-    thread = threading.Thread(target=send)
-    thread.start()
-    assert start("ignore") == 128 + signal.SIGKILL
-    thread.join()
+    with signalled_once_all_run(tmp_path, signal.SIGTERM):
+        assert start("ignore") == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("how", ["signal", "ignore"])
