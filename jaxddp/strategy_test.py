@@ -74,6 +74,17 @@ def test_the_trainers_program_is_the_plan(model, strategy, num_microbatches):
     assert_holds_what_was_planned(strategy, trainer.compile(state, batch), planned)
 
 
+def test_without_the_options_xla_sends_all_at_once(model):
+    """Guards the tests here: every strategy would be the same program."""
+    loss_fn, params, batch = model
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), STRATEGIES["bucketed"], jaxddp.data_mesh(NUM_RANKS))
+    state = trainer.init(params)
+    function, args, options = trainer.programs(state).step_function(state, batch)
+    merged = jax.jit(function, **options | {"compiler_options": {}}).lower(*args).compile()
+    assert [kind for kind, _ in jaxddp.gradient_collectives(merged)] == ["all-reduce"]
+    assert len(trainer.planned(state, batch)) > 1
+
+
 @strategies
 def test_equal_gradients_are_still_sent_apart(strategy):
     """XLA can prove that parallel branches of one input have equal gradients, and would reduce them once."""

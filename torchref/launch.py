@@ -342,8 +342,8 @@ def init_from_env(
         watch(job, connections, stuck_s, count_collectives=_count_collectives)
         _use_gloo_at(address_here(place, connections))
     store = _store_of(job, has_agent, timedelta(seconds=timeout_s))
-    # The watchdog comes first, which says who is stuck; NCCL's own limit, 10 minutes, would abort without a word.
-    timeout = timedelta(seconds=min(max(1800.0, stuck_s + 60), 1e7))
+    # The watchdog comes first, which says who is stuck; backends abort after 10 (NCCL) or 30 minutes by themselves.
+    timeout = timedelta(seconds=min(max(600.0 if backend == "nccl" else 1800.0, stuck_s + 60), 1e7))
     world: dict[str, Any] = {"rank": job.process_id, "world_size": job.num_processes, "device_id": device}
     dist.init_process_group(backend, store=store, timeout=timeout, **world)
     if backend == "gloo":

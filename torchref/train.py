@@ -61,8 +61,9 @@ class Trainer:
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
         self._parallel = net if isinstance(net, DataParallel) else None
-        self._is_torchs = isinstance(net, nn.parallel.DistributedDataParallel)
-        is_averaged = self._parallel is not None or self._is_torchs
+        torchs = getattr(net, "_orig_mod", net)  # of torch.compile
+        self._torchs = torchs if isinstance(torchs, nn.parallel.DistributedDataParallel) else None
+        is_averaged = self._parallel is not None or self._torchs is not None
         if isinstance(optimizer, ShardedOptimizer) and optimizer.num_ranks > 1 and not is_averaged:
             raise ValueError(f"net (={type(net).__name__}) must be wrapped, as in NaiveDDP: gradients are not averaged")
         if nonfinite not in ("ignore", "skip"):
@@ -83,7 +84,8 @@ class Trainer:
             ValueError: If the batch cannot be split, the loss is not a scalar, a weight is negative, ranks have other
                 options, or, after the update, unequally many examples and no weights.
         """
-        buffers = {name: one.detach().clone() for name, one in self.net.named_buffers()}
+        named = self.net.named_buffers() if self.nonfinite == "skip" else ()
+        buffers = {name: one.detach().clone() for name, one in named}
         total, weight, of_ranks = self._backwards(batch)
         divisor = self.num_ranks * self.num_microbatches if weight is None else float(weight)
         if not 0 <= divisor < math.inf:  # the same on all ranks, so all raise
@@ -123,7 +125,7 @@ class Trainer:
             weights += [] if weight is None else [weight]
         if len(weights) not in (0, len(parts)):
             raise ValueError("loss_fn must return torchref.Weighted for all micro-batches or for none")
-        if weights and self._is_torchs:
+        if weights and self._torchs is not None and dist.get_world_size(self._torchs.process_group) > 1:
             raise ValueError("net (=DistributedDataParallel) must be BucketedDDP for Weighted: it averages over ranks")
         total = torch.stack(parts).to(torch.promote_types(parts[0].dtype, torch.float32)).sum()
         found = torch.stack([one.to(total) for one in weights]) if weights else torch.zeros_like(total)
@@ -147,7 +149,7 @@ class Trainer:
         torch._foreach_div_(grads, denominator)  # one kernel for many
 
     def _kept(self, before: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Buffers that are as large as before the forward, and what they were."""
+        """Buffers that are as large as before the forward, and what they were; none if no step is to be skipped."""
         for name, one in self.net.named_buffers():
             if name in before and one.shape == before[name].shape:
                 yield one.detach(), before[name]
@@ -156,10 +158,12 @@ class Trainer:
         """Whether loss and gradient are finite, and the buffers where they were; the same on all ranks."""
         found = loss.isfinite() & norm.isfinite().to(loss.device)
         for one, before in self._kept(buffers):
-            found &= (one.isfinite() | ~before.isfinite()).all().to(loss.device)
-        if self._parallel is not None and self.num_ranks > 1 and not self._parallel.broadcasts_buffers:
-            found = found.int()  # of the rank's own buffers
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._parallel.process_group)
+            if one.layout == torch.strided and one.element_size() > 1:  # isfinite knows no float8
+                found &= (one.isfinite() | ~before.isfinite()).all().to(loss.device)
+        own = self._torchs if self._parallel is None else self._parallel
+        if own is not None and not getattr(own, "broadcasts_buffers", False):
+            found = found.int()  # of the rank's own loss, or buffers
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=own.process_group)
         return bool(found)
 
     def _clip(self) -> torch.Tensor:

@@ -179,8 +179,8 @@ class Seen(nn.Module):
         return x.clamp(max=1) @ self.weight
 
 
-def steps_with_infinite_buffer():
-    net = torchref.BucketedDDP(Seen(), broadcast_buffers=False)
+def steps_with_infinite_buffer(wrapper):
+    net = wrapper(Seen(), broadcast_buffers=False)
     loss_fn, optimizer = lambda net, batch: net(batch["x"]).mean(), torch.optim.SGD(net.parameters(), 0.1)
     trainer = torchref.Trainer(loss_fn, optimizer, net, nonfinite="skip")
     found = []
@@ -191,8 +191,9 @@ def steps_with_infinite_buffer():
     return found, net.module.weight.tolist()
 
 
-def test_a_buffer_of_one_rank_that_no_longer_is_finite_is_as_before_and_all_skip(ranks):
-    (first, one), (second, other) = ranks.run(steps_with_infinite_buffer, num_ranks=2)
+@pytest.mark.parametrize("wrapper", [torchref.BucketedDDP, nn.parallel.DistributedDataParallel])
+def test_a_buffer_of_one_rank_that_no_longer_is_finite_is_as_before_and_all_skip(ranks, wrapper):
+    (first, one), (second, other) = ranks.run(steps_with_infinite_buffer, wrapper, num_ranks=2)
     assert first == [(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)] and second == [(0.0, 2.0), (1.0, 2.0), (0.0, 3.0)]
     assert one == other == pytest.approx([0.8] * 3)
 

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.ranks import Ranks
 from benchmarks.training import rank, torch_side
-from benchmarks.training.jax_side import JaxSide
 from benchmarks.training.rank import PATH_TOLERANCE, check, distance, exposed, train
 from benchmarks.training.setup import Run, StrategySpec, TrainingSetup
 from jaxddp.sizes import SIZES
@@ -30,34 +29,9 @@ TINY = TrainingSetup(
 )  # fmt: skip
 
 
-def train_and_watch(ranks, setup):
-    """The rows, and the numbers of examples that the references take at once; runs on each rank."""
-    rows, seen = train(ranks, setup), {"jaxddp": set(), "torchref": set()}
-
-    def watched(framework, loss_fn):
-        return lambda net, batch: seen[framework].add(len(batch["tokens"])) or loss_fn(net, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_side, "loss_fn", watched("torchref", torch_side.loss_fn))
-        torch_side.TorchSide(ranks, setup).reference().step(0)
-        side = JaxSide(ranks, setup)
-        side.loss_fn = watched("jaxddp", side.loss_fn)
-        side.reference().step(0)
-    return rows, {framework: sorted(lengths) for framework, lengths in seen.items()}
-
-
 @pytest.fixture(scope="module")
-def trained():
-    return TINY.ranks.run(train_and_watch, TINY, in_jax=True, say=print)
-
-
-@pytest.fixture
-def rows(trained):
-    return trained[0]
-
-
-def test_single_process_training_takes_no_more_examples_at_once_than_a_rank(trained):
-    assert trained[1] == {"jaxddp": [4], "torchref": [4]}
+def rows():
+    return TINY.ranks.run(train, TINY, in_jax=True, say=print)
 
 
 def test_frameworks_take_turns_in_the_same_rounds_and_every_row_is_right(rows):

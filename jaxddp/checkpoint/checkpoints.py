@@ -54,8 +54,9 @@ class Checkpoints(CheckpointFolder):
         state, step = with_arrays(state), int(state.step)
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
-        nonfinite = []
+        dtypes, nonfinite = {}, []
         for name, array in to_host(trainer, state):
+            dtypes[name] = array.dtype  # of a number that a user has set it may be another than the layout's
             is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
             # A model state may hold infinity, as in a mask or a running minimum.
             is_lost = np.isnan if name.startswith("model_state") else lambda one: ~np.isfinite(one)
@@ -70,7 +71,10 @@ class Checkpoints(CheckpointFolder):
             "strategy": trainer.strategy.name,
             "num_ranks": trainer.num_ranks,
             "data_position": data_position,
-            "leaves": {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in places.items()},
+            "leaves": {
+                name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
+                for name, leaf in places.items()
+            },
         }
         self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 

@@ -70,14 +70,13 @@ def _inner(opt_state: Any) -> Any:
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
-    dtype = None if is_key(leaf) else where.dtype  # a number that a user has set may have another
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
     # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
-    return np.array(where.from_global(held), dtype, order="C")
+    return np.array(where.from_global(held), order="C")
 
 
 def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:

@@ -17,6 +17,13 @@ def names(plan):
     return [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
 
 
+def test_buckets_close_before_their_caps_or_with_torchs_rule_after_them():
+    tensors = [TensorSpec(name, (2**18,), "float32") for name in "abcdefgh"]  # 1 MiB each
+    assert names(plan_buckets(tensors, [1, 2, 3])) == [["a"], ["b", "c"], ["d", "e", "f"], ["g", "h"]]
+    assert names(plan_buckets(tensors, 1.5, rule="torch")) == [["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"]]
+    assert names(plan_buckets(tensors, "default")) == [["a"], list("bcdefgh")]
+
+
 def test_counts_of_the_171m_model():
     """The order of the traced backward gives the counts that reversed registration gives by hand; caps in MiB."""
     loss_fn, params = abstract("seed_xl")

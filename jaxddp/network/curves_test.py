@@ -40,6 +40,10 @@ def test_times_by_hand(network, kind, group, latencies, by_hand_s):
 
 
 def test_bytes_by_level():
+    network = Network(450, host_gb_per_s=50, devices_per_host=4)
+    assert network.sent_bytes("all-gather", 800, range(8)) == (600, 100)  # a quarter each, of which half is here
+    assert network.sent_bytes("all-reduce", 800, range(4)) == (1200, 0)
+    assert network.sent_bytes("all-reduce", 800, (1, 5)) == (0, 800)
     # Uneven hosts: the one rank alone on its host sends all but its own part to the other.
     assert HOSTS.sent_bytes("all-to-all", 90, (0, 1, 8)) == (30, 60)
     assert HOSTS.sent_bytes("all-to-all", 512, range(16)) == (224, 256)

@@ -268,7 +268,7 @@ class Trainer:
         key = structure, tuple([getattr(leaf, "aval", None) for leaf in leaves]), signature(batch)
         if key not in self._steps:  # all that depends on shapes alone is done once for them
             if not all(hasattr(leaf, "aval") for leaf in leaves):
-                return self.step(with_arrays(state), batch)
+                return self.step(jax.tree.map(jnp.asarray, state), batch)  # numbers that a user has set
             model = self.programs(state)
             batch = self._agree(model, batch, self.num_microbatches, state)
             self._steps[key] = model, model.step(state, batch)

@@ -155,7 +155,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
-            unchanged, or rows of a stack of them.
+            unchanged, or rows of a stack of them. What it changes in variables of Flax NNX is kept; what it adds to
+            its arguments is refused.
 
     Example:
         >>> import jax.numpy as jnp
@@ -180,8 +181,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
             after = jax.tree.leaves((args, kwargs))
             found: Any = jax.tree.structure((args, kwargs))
             if found != structure:
-                raise ValueError("a function under jaxddp.layer must return what it adds to its arguments")
-            return results, {at: new for at, (new, old) in enumerate(zip(after, given, strict=True)) if new is not old}
+                raise ValueError("a function under jaxddp.layer must not add to its arguments or remove from them")
+            return results, {at: after[at] for at in arrays if after[at] is not given[at]}
 
         arrays = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
         results, changed = jax.jit(jaxddp_layer)(arrays)
@@ -193,11 +194,13 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _write(args: Any, changed: Mapping[int, Any]) -> None:
     """Writes what a unit has changed in copies of its arguments, such as running means, into Flax NNX's variables."""
-    places = jax.tree.leaves(args, is_leaf=lambda node: hasattr(node, "set_value"))
+    nodes = jax.tree.leaves(args, is_leaf=lambda node: hasattr(node, "set_value"))
+    places = [(node, jax.tree.leaves(node)) for node in nodes for _ in jax.tree.leaves(node)]
     for at, value in changed.items():
-        if not hasattr(places[at], "set_value"):
+        place, leaves = places[at]
+        if not hasattr(place, "set_value") or len(leaves) > 1:
             raise ValueError("a function under jaxddp.layer must return what it changes in its arguments")
-        places[at].set_value(value)
+        place.set_value(value)
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:

@@ -80,6 +80,7 @@ class FSDP(Replicated):
         ids = {id(parameter) for one in self._to_shard for parameter in own_parameters(one).values()}
         self._sharded = frozenset(name for name, one in module.named_parameters() if id(one) in ids)
         self._sums, self._in_step = ShardSums(), list[Any]()
+        self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.uses: list[str] = []  # collectives of units since the last synchronisation, in order
         super().__init__(module, **options)
 
@@ -180,8 +181,9 @@ class FSDP(Replicated):
         ids = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if mine := [one for one in self._shards.values() if id(one) in ids]:
             check_elementwise(optimizer)
-            if "shards_of" not in optimizer.param_groups[0]:  # its first step
+            if optimizer not in self._compared:  # its first step here, on all ranks
                 check_alike(describe_optimizer(optimizer), self.process_group)
+                self._compared.add(optimizer)
             place = f"rank {dist.get_rank(self.process_group)} of {self.num_ranks}"
             for group in optimizer.param_groups:  # whose options are saved and loaded with the state
                 if (found := group.setdefault("shards_of", place)) != place:
