@@ -116,9 +116,9 @@ def test_what_was_not_measured_is_refused():
     found = refusal(measured, "h100:2x4", fabric="a3mega")
     assert found.startswith("fabric (='a3mega') must be one that was measured with 'h100:2x4'")
     assert refusal(measured, "v5p:8").startswith("chip (='v5p') must be one whose collectives were measured: b200")
-    for spec in ("h100:4x8", "h100:32"):
-        assert refusal(measured, spec).startswith(f"host_gb_per_s must be given for '{spec}'")
-    assert refusal(measured, "h100").startswith("target 'h100' must be chip:devices")
+    assert refusal(measured, "h100:4x8").startswith("host_gb_per_s must be given for 'h100:4x8'")
+    for spec in ("h100:32", "h100"):
+        assert refusal(measured, spec).startswith(f"spec (='{spec}') must have 1 to 8 devices on a host")
 
 
 @pytest.mark.parametrize(("chip", "least"), [("a100", 0.15), ("h200", 0.2)])

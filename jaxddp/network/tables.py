@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..planning.chips import target
 from . import nccl_tests
 from .curves import GB, KINDS, Network, Rows, bus_factor
 
@@ -24,7 +23,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
-        spec: A target, as ``chips.py`` has them.
+        spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
         host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
         fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
@@ -32,11 +31,14 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     Raises:
         ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
-    machine = target(spec)
-    chip, devices = machine.chip.name, machine.devices_per_host
+    chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
         raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {', '.join(known)}")
     network = _of_times(*_times_of_chip(chip, without_own))
+    *hosts, devices = (int(number) if number.isdigit() else 0 for number in count.split("x"))
+    most = max(max(by_ranks) for by_ranks in network.curves.values())
+    if not 1 <= devices <= most:
+        raise ValueError(f"spec (={spec!r}) must have 1 to {most} devices on a host: {chip}:{most} or {chip}:4x{most}")
     if fabric:
         table = _measurements()["fabrics"].get(fabric)
         if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
@@ -45,7 +47,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
             raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
         source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
         network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
-    if machine.num_hosts > 1 and host_gb_per_s is None:
+    if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
 
