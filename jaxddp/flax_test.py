@@ -113,6 +113,11 @@ def test_what_a_layer_changes_in_its_module_is_kept_and_what_it_adds_is_refused(
         jaxddp.layer(lambda w, x, sizes: sizes.append(x @ w))(params["w"], batch["x"], sizes)
         return sum(map(jnp.sum, sizes), 0.0)
 
+    def replaced(params, batch):
+        seen = {"size": np.zeros(2)}
+        jaxddp.layer(lambda w, x, seen: seen.update(size=jnp.sum(x @ w, 0)))(params["w"], batch["x"], seen)
+        return jnp.sum(seen["size"])
+
     found, zero3 = [], jaxddp.zero3(min_shard_elements=0)
     for strategy in (jaxddp.bucketed(), zero3):
         loss_fn, params, model_state = from_nnx(Marked(0.0), squares)
@@ -125,8 +130,9 @@ def test_what_a_layer_changes_in_its_module_is_kept_and_what_it_adds_is_refused(
     loss_fn, params, model_state = from_nnx(Sown(0.0), squares)
     trainer = trainer_of(loss_fn, zero3, NUM_RANKS)
     assert "must not add to" in refusal(trainer.plan, trainer.init(params, model_state=model_state), batch())
-    trainer = jaxddp.Trainer(listed, optax.sgd(0.1), zero3, jaxddp.data_mesh(2))
-    assert "must not add to its arguments" in refusal(trainer.plan, trainer.init({"w": np.ones((WIDTH, 2))}), batch())
+    for loss_fn, said in ((listed, "must not add to"), (replaced, "must return what it changes")):
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), zero3, jaxddp.data_mesh(2))
+        assert said in refusal(trainer.plan, trainer.init({"w": np.ones((WIDTH, 2))}), batch())
 
 
 @both

@@ -20,7 +20,7 @@ from ..training.train import Trainer, TrainState
 from ..training.validation import check_state, with_arrays
 from ..tree import is_key, like, named_leaves
 from .folder import CheckpointFolder, refuse_nonfinite
-from .host_state import places_of, to_host, to_ranks
+from .host_state import is_finite, places_of, to_host, to_ranks
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
@@ -57,10 +57,7 @@ class Checkpoints(CheckpointFolder):
         dtypes, nonfinite = {}, []
         for name, array in to_host(trainer, state):
             dtypes[name] = array.dtype  # of a number that a user has set it may be another than the layout's
-            is_checked = array.ndim > 0 or name.startswith("params")  # an optimizer's scalar may be the best loss yet
-            # A model state may hold infinity, as in a mask or a running minimum.
-            is_lost = np.isnan if name.startswith("model_state") else lambda one: ~np.isfinite(one)
-            if is_checked and jnp.issubdtype(array.dtype, jnp.floating) and is_lost(array).any():
+            if not is_finite(name, array):
                 nonfinite.append(name)
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array

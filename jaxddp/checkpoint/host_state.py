@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -63,6 +64,13 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
     if not isinstance(layout.opt_state, Masters):
         return new
     return trainer.with_masters(new._replace(opt_state=Masters((), new.opt_state), params=state.params), new.params)
+
+
+def is_finite(name: str, array: np.ndarray) -> bool:
+    """Whether it may be saved. A mask holds infinities, and so may an optimizer's scalar, as the best loss."""
+    if not jnp.issubdtype(array.dtype, jnp.floating) or (array.ndim == 0 and not name.startswith("params")):
+        return True
+    return not bool((np.isnan(array) if name.startswith("model_state") else ~np.isfinite(array)).any())
 
 
 def _inner(opt_state: Any) -> Any:

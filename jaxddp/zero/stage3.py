@@ -182,7 +182,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
             found: Any = jax.tree.structure((args, kwargs))
             if found != structure:
                 raise ValueError("a function under jaxddp.layer must not add to its arguments or remove from them")
-            return results, {at: after[at] for at in arrays if after[at] is not given[at]}
+            pairs = enumerate(zip(after, given, strict=True))
+            return results, {at: new for at, (new, old) in pairs if isinstance(new, jax.Array) and new is not old}
 
         arrays = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
         results, changed = jax.jit(jaxddp_layer)(arrays)
@@ -195,12 +196,11 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _write(args: Any, changed: Mapping[int, Any]) -> None:
     """Writes what a unit has changed in copies of its arguments, such as running means, into Flax NNX's variables."""
     nodes = jax.tree.leaves(args, is_leaf=lambda node: hasattr(node, "set_value"))
-    places = [(node, jax.tree.leaves(node)) for node in nodes for _ in jax.tree.leaves(node)]
+    places = [node for node in nodes for _ in jax.tree.leaves(node)]
     for at, value in changed.items():
-        place, leaves = places[at]
-        if not hasattr(place, "set_value") or len(leaves) > 1:
+        if not hasattr(places[at], "set_value") or len(jax.tree.leaves(places[at])) > 1:
             raise ValueError("a function under jaxddp.layer must return what it changes in its arguments")
-        place.set_value(value)
+        places[at].set_value(value)
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:

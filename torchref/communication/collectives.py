@@ -165,7 +165,7 @@ def silent() -> Iterator[None]:
 
 
 def is_silent() -> bool:
-    """Whether inside ``silent``."""
+    """Whether the caller is inside ``silent``."""
     return _num_silent > 0
 
 
