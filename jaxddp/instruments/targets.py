@@ -26,7 +26,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from ..communication.buckets import BucketPlan
 from ..ddp import naive
-from ..mesh import DATA_AXIS, axes_of_ranks
+from ..mesh import DATA_AXIS, axes_of_ranks, no_mesh
 from ..planning.chips import Target, target
 from ..plugins import cuda_plugins, devices
 from ..training.programs import register_compiler
@@ -97,8 +97,9 @@ def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], 
 
     ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``.
     """
-    traced = jax.jit(function, **options).trace(*jax.eval_shape(lambda *args: args, *args))
-    return start_compile_traced(target_of(mesh_of(traced)), traced)
+    with no_mesh():
+        traced = jax.jit(function, **options).trace(*jax.eval_shape(lambda *args: args, *args))
+        return start_compile_traced(target_of(mesh_of(traced)), traced)
 
 
 def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:

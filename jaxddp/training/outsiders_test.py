@@ -114,13 +114,14 @@ def test_a_step_within_a_program_or_without_jit_is_refused():
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES.values(), LEAVES], ids=[*STRATEGIES, "leaves"])
-def test_under_a_context_mesh_of_explicit_axes(strategy):
+@pytest.mark.parametrize("size", [2, 3])
+def test_under_a_context_mesh_of_explicit_axes(strategy, size):
     optimizer, batch = optax.chain(SGD, jaxddp.params_ema(0.0)), BATCH[:6]
-    with jax.set_mesh(grid(3, names=("data",), axis_type=AxisType.Explicit)):
+    with jax.set_mesh(grid(size, names=("data",), axis_type=AxisType.Explicit)):
         trainer = make(strategy, optimizer=optimizer, num_ranks=3)  # which divide no dimension
         state, _ = trainer.step(trainer.init(PARAMS), batch)
         found = jax.device_get([trainer.params(state), trainer.params(trainer.averaged(state))])
-        trainer.evaluate(state, batch), trainer.opt_state(state)
+        trainer.evaluate(state, batch), trainer.opt_state(state), jaxddp.check_replicas(trainer, state)
     assert_close(found, [on_one_device(loss_fn, PARAMS, [batch], SGD)] * 2)
 
 

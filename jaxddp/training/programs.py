@@ -21,7 +21,7 @@ from ..communication.planned import Planned, planned_along, planned_exchange, tr
 from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
 from ..loss import Measure
-from ..mesh import platform_of
+from ..mesh import no_mesh, platform_of
 from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
@@ -52,7 +52,12 @@ def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
         ValueError: If the mesh has no devices and nothing is registered that compiles for it.
     """
     if isinstance(mesh, Mesh):
-        return lambda function, args, **options: jax.jit(function, **options).lower(*args).compile()
+
+        def compile_here(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+            with no_mesh():
+                return jax.jit(function, **options).lower(*args).compile()
+
+        return compile_here
     compiler = _COMPILERS.get(mesh.abstract_device)
     if compiler is None:
         raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
@@ -96,7 +101,8 @@ class Programs:
         trained = split(self.layout.updated, self.layout.trainable)[0]
         specs = jax.tree.map(lambda leaf: leaf.rank_spec(self._axis), trained)
         init = self._map(self.layout.optimizer.init, (specs,), self._specs.opt_state)
-        return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
+        with no_mesh():
+            return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
         """Traces one rank's backward pass, once for each shape: gradients in the order in which they become ready.
@@ -118,7 +124,8 @@ class Programs:
                 found.append(trace_gradients(grad_fn, *args, has_aux=True, reduced=run.layout.held))
 
             # Traced, not run: inside of shard_map, where a loss may use the ranks' axis.
-            jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
+            with no_mesh():
+                jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
             if self.layout.ranks.other_axes:
                 blocks = {name: leaf.block for name, leaf in named_leaves(self.layout.params).items()}
@@ -233,12 +240,6 @@ class Programs:
     def _map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         axes = {self._axis} if isinstance(self._axis, str) else {*self._axis}
         # check_vma would make users mark the carries of their own loops as varying.
-        mapped = jax.shard_map(
+        return jax.shard_map(
             function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
-
-        def in_own_mesh(*args: Any) -> Any:  # whatever mesh the caller has set
-            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-                return mapped(*args)
-
-        return in_own_mesh

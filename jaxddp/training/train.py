@@ -222,10 +222,9 @@ class Trainer:
         trained, places = (split(tree, self.trainable)[0] for tree in (params, model.layout.updated))
         opt_state = model.init_opt_state(place(trained, places, self.mesh, axis))
         params = place(params, model.layout.params, self.mesh, axis)
-        make = jax.jit(
-            lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), out_shardings=NamedSharding(self.mesh, P())
-        )
-        step, key = make()
+        make, everywhere = lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), NamedSharding(self.mesh, P())
+        with no_mesh():
+            step, key = jax.jit(make, out_shardings=everywhere)()
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
@@ -566,5 +565,5 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's
     if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
-        with trainer._watched():
+        with trainer._watched(), no_mesh():
             compare_replicas(with_arrays(state), trainer.mesh)
