@@ -321,8 +321,10 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, or rank 0 cannot be reached.
+        ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or this is the second call.
     """
+    if dist.is_initialized():
+        raise ValueError("this process has joined a process group already: init_from_env must be called once")
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")

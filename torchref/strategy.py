@@ -379,6 +379,7 @@ class DataParallel(nn.Module, abc.ABC):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         check_dense(name, parameter.grad)
+        parameter.grad = parameter.grad.resolve_conj()  # no collective takes a lazy one
         return parameter.grad.as_subclass(torch.Tensor).detach()
 
 

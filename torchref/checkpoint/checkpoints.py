@@ -100,7 +100,7 @@ class Checkpoints(CheckpointFolder):
             return held, tensors
 
         held, tensors = self._together(read, each=True)
-        held.load(tensors, about)
+        held.load(tensors)
         trainer.num_steps = about["step"]
         return about["step"], about["data_position"]
 

@@ -148,7 +148,7 @@ def keep_bfloat16(folder):
 
 
 PAIRS = [
-    ("bucketed", 2, "zero1", 3, torch.optim.AdamW), ("zero1", 2, "zero3", 1, torch.optim.NAdam),
+    ("bucketed", 2, "zero1", 3, torch.optim.Adagrad), ("zero1", 2, "zero3", 1, torch.optim.NAdam),
     ("zero3", 3, "zero2", 2, torch.optim.SGD), ("zero2", 1, "naive", 2, torch.optim.AdamW),
     ("flat", 3, "zero3", 2, torch.optim.NAdam), ("zero3", 2, "overlapped", 3, torch.optim.AdamW),
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer
 
+_NUMBERS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers, which no parameter's shape has
 _DECIDE_STATE = ("amsgrad", "momentum", "centered")  # options without which an optimizer keeps less
 
 
@@ -95,13 +96,11 @@ class RankState(NamedTuple):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What has to fit: the optimizer, whether options are on that decide what it keeps, and what it cuts."""
-        options, states = self.optimizer.defaults, self.optimizer.state.values()
-        tensors = [item for state in states for item in state.items() if isinstance(item[1], torch.Tensor)]
+        """What has to fit: the optimizer, and whether options are on that decide what it keeps."""
+        options = self.optimizer.defaults
         return {
             "optimizer": type(self.optimizer).__name__,
             "state_has": {name: bool(options[name]) for name in _DECIDE_STATE if name in options},
-            "elementwise": sorted({key for key, one in tensors if one.ndim}),
         }
 
     def check_fits(self, saved: Mapping[str, Any], about: Mapping[str, Any], checkpoint: str) -> None:
@@ -119,11 +118,12 @@ class RankState(NamedTuple):
                 raise ValueError(f"{checkpoint} is of another optimizer: {about[key]} there and {self.about[key]} here")
         known = {id(one) for one in _params_of(self.optimizer)}
         for key, name, _ in _states_in(saved):
-            if name not in self.updated or id(self.updated[name]) not in known:
+            one = self.updated.get(name)
+            if one is None or (one.requires_grad and id(one) not in known):  # ZeRO's optimizers know no frozen ones
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Takes this rank's part of a checkpoint that fits."""
         for name, (one, cut) in self.held().items():
             if not name.startswith("state."):
@@ -132,11 +132,12 @@ class RankState(NamedTuple):
         numbers = {id(one): number for number, one in enumerate(params)}
         state: dict[int, dict[str, Any]] = {}
         for key, name, value in _states_in(saved):
-            if key in about["elementwise"] and name in self.cuts:
-                value = self.cuts[name].local_shard(value, rank())  # noqa: PLW2901
             if isinstance(value, torch.Tensor):
+                if (cut := self.cuts.get(name)) and cut.shape == value.shape and key not in _NUMBERS:
+                    value = cut.local_shard(value, rank())  # noqa: PLW2901
                 value = value.clone()  # noqa: PLW2901  # not the file, which is mapped into memory
-            state.setdefault(numbers[id(self.updated[name])], {})[key] = value
+            if (number := numbers.get(id(self.updated[name]))) is not None:
+                state.setdefault(number, {})[key] = value
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
         for number, values in state.items():
             loaded = self.optimizer.state[params[number]]

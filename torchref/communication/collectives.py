@@ -43,7 +43,7 @@ _dist_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 def all_reduce(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Work | None:
     """Sums over the ranks, in place; every rank gets the whole sum."""
     _note("all-reduce", tensor)
-    buffer = tensor.detach().contiguous()
+    buffer = _dense(tensor)
     return _in_place(tensor, buffer, _start(dist.all_reduce, buffer, group=group), async_op)
 
 
@@ -54,7 +54,7 @@ def reduce_scatter(tensor: Tensor, group: _Group = None, async_op: bool = False)
     chunk = tensor.new_empty(length, *tensor.shape[1:])
     if _num_silent:
         chunk.copy_(tensor.detach()[rank * length : (rank + 1) * length])
-    return _new(chunk, _start(_dist_reduce_scatter, chunk, tensor.detach().contiguous(), group=group), async_op)
+    return _new(chunk, _start(_dist_reduce_scatter, chunk, _dense(tensor), group=group), async_op)
 
 
 def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> Any:
@@ -64,14 +64,14 @@ def all_gather(tensor: Tensor, group: _Group = None, async_op: bool = False) -> 
     _note("all-gather", full)
     if _num_silent:
         full.view(-1, *tensor.shape).copy_(tensor.detach())
-    return _new(full, _start(_dist_all_gather, full, tensor.detach().contiguous(), group=group), async_op)
+    return _new(full, _start(_dist_all_gather, full, _dense(tensor), group=group), async_op)
 
 
 def broadcast(tensor: Tensor, root: int = 0, group: _Group = None, async_op: bool = False) -> Work | None:
     """Gives every rank the root's tensor, in place; a ValueError if ``root`` is no rank of the group."""
     check_root(root, dist.get_world_size(group))
     _note("broadcast", tensor)
-    buffer = tensor.detach().contiguous()
+    buffer = _dense(tensor)
     return _in_place(tensor, buffer, _start(dist.broadcast, buffer, group_src=root, group=group), async_op)
 
 
@@ -92,7 +92,7 @@ def send_recv(tensor: Tensor, pairs: Sequence[tuple[int, int]], group: _Group = 
     """
     check_pairs(pairs, dist.get_world_size(group))
     _note("send-recv", tensor)
-    rank, sent = dist.get_rank(group), tensor.detach().contiguous()
+    rank, sent = dist.get_rank(group), _dense(tensor)
     received = torch.zeros_like(sent)
     sends, receives = [], []
     for source, target in pairs:
@@ -167,6 +167,11 @@ def silent() -> Iterator[None]:
 def is_silent() -> bool:
     """Whether the caller is inside ``silent``."""
     return _num_silent > 0
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The elements as memory holds them, in order: backends know neither strides nor lazy conjugates and negatives."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def _note(kind: str, full: Tensor) -> None:

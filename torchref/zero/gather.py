@@ -51,6 +51,7 @@ class Unit:
         ]
         if self.shards:
             self.handles.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+            self.handles.append(module.register_load_state_dict_pre_hook(_refuse_load_state_dict))
 
     def gather(self) -> dict[str, torch.Tensor]:
         """All-gathers the shards; gives full tensors by name, in the compute dtype."""
@@ -210,8 +211,13 @@ def _packer(unit: Unit, full: tuple[torch.Tensor, ...]) -> Callable[[torch.Tenso
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         name = names.get(_place(tensor)) if tensor.layout == torch.strided and tensor.numel() else None
         if name is not None:
-            place = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return lambda: unit.gather_again(versions)[name].as_strided(*place)
+            place, is_conj = (tensor.size(), tensor.stride(), tensor.storage_offset()), tensor.is_conj()
+
+            def again() -> torch.Tensor:
+                view = unit.gather_again(versions)[name].as_strided(*place)
+                return view.conj() if is_conj else view
+
+            return again
         if outer is not None:
             kept = outer[0](tensor)
             return lambda: outer[1](kept)
@@ -233,6 +239,13 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise RuntimeError(
         f"state_dict of {prefix.rstrip('.')!r} would be of this rank's shards: gather_full_params(), called on every"
         " rank, gives the whole, and torchref.Checkpoints saves and restores it"
+    )
+
+
+def _refuse_load_state_dict(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    raise RuntimeError(
+        f"load_state_dict of {prefix.rstrip('.')!r} would load whole tensors into this rank's shards: load before"
+        " wrapping, or restore by torchref.Checkpoints"
     )
 
 

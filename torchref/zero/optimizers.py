@@ -90,6 +90,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             alike[f"parameters of group {index}"] = ", ".join(names[id(one)] for one in group["params"])
         for name, option in group.items():
             value = option.tolist() if isinstance(option, torch.Tensor) else option
-            if name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
+            if name not in ("params", "shards_of") and isinstance(value, (bool, int, float, str, tuple, list)):
                 alike[f"{name} of group {index}"] = value
     return alike

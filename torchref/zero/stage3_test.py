@@ -1,6 +1,7 @@
 """Stage 3: which parameters are sharded, in which dtypes, and what is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -146,6 +147,32 @@ def two_names_of_one_unit():
     assert module.needed_gradient == [False]
 
 
+class Conjugated(nn.Module):
+    """Uses lazy views: torch saves one for the backward, and the gradient of ``phase`` is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16, dtype=torch.complex128).view(4, 4) * (1 + 2j))
+        self.phase = nn.Parameter(torch.linspace(1, 2, 4, dtype=torch.complex128) * 1j)
+
+    def forward(self, x):
+        return (x @ self.weight.mH) * self.phase.conj()
+
+
+def lazy_views():
+    x = torch.linspace(-2, 3, 20, dtype=torch.complex128).view(5, 4)
+    for wrap in (torchref.NaiveDDP, partial(torchref.FSDP, shard_types=(Conjugated,))):
+        alone, module = (nn.Sequential(Conjugated(), Conjugated()) for _ in range(2))
+        net = wrap(module)
+        for model in (alone, net):
+            model(x).abs().square().sum().backward()
+        net.finish_gradient_synchronization()
+        for name, p in module.named_parameters():
+            grad = alone.get_parameter(name).grad
+            grad = grad if p.shape == grad.shape else Cut(tuple(grad.shape), 2).local_shard(grad, dist.get_rank())
+            torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), grad, rtol=1e-12, atol=0)  # float64
+
+
 def bad_input():
     shared = nn.Sequential(linear := nn.Linear(4, 4), Functional(linear))
     for module, options, said in (
@@ -159,6 +186,22 @@ def bad_input():
     net(torch.ones(2, 3)).sum().backward()
     net.finish_gradient_synchronization()
     assert refused(optimizer.step, "lr of group 0 (=0.2 in rank 1) must be 0.1, as in rank 0")
+    assert refused(lambda: net.module.load_state_dict({}), "load_state_dict of '' would load whole tensors")
+
+
+def own_optimizer_state():
+    """Each rank goes on from what it has saved of the optimizer."""
+    saved = None
+    for _ in range(2):
+        net = torchref.FSDP(nn.Linear(3, 2))
+        optimizer = torch.optim.Adam(net.parameters())
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        net(torch.ones(2, 3)).sum().backward()
+        net.finish_gradient_synchronization()
+        optimizer.step()
+        saved = optimizer.state_dict()
+    assert [one["step"] for one in saved["state"].values()] == [2, 2]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -179,7 +222,9 @@ def test_computing_in_bfloat16_with_float32_shards(ranks):
         assert ("all-reduce", 4 * 4) in issued
 
 
-@pytest.mark.parametrize("check", [own_types, multihead_attention, two_names_of_one_unit, bad_input])
+@pytest.mark.parametrize("check", [
+    own_types, multihead_attention, two_names_of_one_unit, lazy_views, bad_input, own_optimizer_state,
+])  # fmt: skip
 def test_what_is_sharded_replicated_and_refused(ranks, check):
     ranks.run(check, num_ranks=2)
 

@@ -206,9 +206,10 @@ class ZeRO1(DataParallel):
         """Parameter groups with this rank's shards in place of the parameters."""
         shard_of = {id(parameter): self._shards[name] for name, parameter in self._trained.items()}
         known = {id(parameter) for parameter in self.module.parameters()}
-        if any(id(one) not in known for group in groups for one in group["params"]):
+        given = [[one[1] if isinstance(one, tuple) else one for one in group["params"]] for group in groups]  # named
+        if any(id(one) not in known for some in given for one in some):
             raise ValueError("params must be parameters of the module, or groups of them; one is not")
-        shards = [[shard_of[id(one)] for one in group["params"] if id(one) in shard_of] for group in groups]
+        shards = [[shard_of[id(one)] for one in some if id(one) in shard_of] for some in given]
         return [{**group, "params": mine} for group, mine in zip(groups, shards, strict=True)]
 
 
