@@ -69,11 +69,12 @@ def _matrices(params: Any) -> Any:
 ELEMENTWISE: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.05),
-    "adamw": lambda: optax.adamw(0.05, weight_decay=0.1, mask=_matrices),
-    "rmsprop": lambda: optax.rmsprop(0.05),
+    # Eps is large beside the rounding of a gradient that nearly cancels, or that alone would decide the update.
+    "adam": lambda: optax.adam(0.05, eps=1e-3),
+    "adamw": lambda: optax.adamw(0.05, eps=1e-3, weight_decay=0.1, mask=_matrices),
+    "rmsprop": lambda: optax.rmsprop(0.05, eps=1e-3),
     "lion": lambda: optax.lion(0.01),
-    "scheduled": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.01, 5)),
+    "scheduled": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 5), eps=1e-3),
     "decayed": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
 }
 OTHERS: dict[str, Callable[[], Any]] = {

@@ -321,7 +321,7 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or this is the second call.
+        ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or it has joined already.
     """
     if dist.is_initialized():
         raise ValueError("this process has joined a process group already: init_from_env must be called once")

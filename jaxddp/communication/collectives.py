@@ -88,7 +88,8 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 def as_varying(tree: Any, axis: Axis) -> Any:
     """Declares arrays different on the ranks of an axis, so that autodiff does not sum their gradients over it."""
-    axes = (axis,) if isinstance(axis, str) else axis
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # which an axis of jax.vmap, in place of ranks, is not
+    axes = [name for name in ((axis,) if isinstance(axis, str) else axis) if name in manual]
 
     def declare(leaf: jax.Array) -> jax.Array:
         missing = tuple(name for name in axes if name not in varying(leaf))

@@ -92,7 +92,7 @@ class _Step:
     def parted(self) -> Iterator[Parted]:
         """Gives what differs."""
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
-        old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not _draws_noise(leaf)}
+        old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not is_key(leaf)}
         # Of a state that is returned first, or alone.
         before: dict[str, Any] = {name: old.get(name, old.get(name.removeprefix("0."))) for name in one}
         if all(np.array_equal(before[name], leaf) for name, leaf in one.items()):
@@ -159,7 +159,7 @@ class _Step:
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
         found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
-        return {name: np.asarray(leaf) for name, leaf in found.items() if not _draws_noise(leaf)}
+        return {name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)}
 
     def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())

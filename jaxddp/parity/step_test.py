@@ -107,9 +107,10 @@ def test_a_fault_is_named_with_its_cause(state, batch, step, named, right):
 def test_a_truth_value_that_differs_is_named(state, batch):
     def step(state, batch):
         moved = updated(state, mean(jax.grad(loss_fn)(state["params"], batch)))
-        return moved | {"is_done": state["is_done"] | (jax.lax.axis_size("data") > 1)}
+        return moved | {name: state[name] | (jax.lax.axis_size("data") > 1) for name in ("is_done", "bits")}
 
-    assert causes(mapped(step), state | {"is_done": np.zeros(2, bool)}, batch).keys() == {"is_done"}
+    state = state | {"is_done": np.zeros(2, bool), "bits": np.zeros(2, np.uint32)}  # no key
+    assert causes(mapped(step), state, batch).keys() == {"is_done", "bits"}
 
 
 def normalized_step(is_global, is_synced):

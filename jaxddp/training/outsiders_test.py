@@ -82,7 +82,7 @@ OTHERS = {  # the trainer that made the state, the one that is given it, and the
 def test_a_state_of_another_trainer_is_refused(name):
     first, second, named = OTHERS[name]
     state = first.init(PARAMS, **({"model_state": {"n": np.zeros(2, np.float32)}} if first.has_state else {}))
-    with pytest.raises(ValueError, match=rf"\b{named}\b|shardings that disagree"):
+    with pytest.raises(ValueError, match=rf"\b{named}\b|must lie as this trainer"):
         second.step(state, BATCH)
 
 
@@ -107,7 +107,7 @@ def test_a_step_within_a_program_or_without_jit_is_refused():
     state = trainer.init(PARAMS)
     assert jax.tree.structure(jax.eval_shape(trainer.init, PARAMS)) == jax.tree.structure(state)
     for within in (jax.jit(trainer.step), lambda state, batch: jax.lax.scan(trainer.step, state, batch[None])):
-        with pytest.raises(Exception, match="jit|racer"):
+        with pytest.raises(ValueError, match="^state must not be traced"):
             within(state, BATCH)
     with jax.disable_jit(), pytest.raises(ValueError, match="Disable jit is not supported"):
         trainer.step(state, BATCH)

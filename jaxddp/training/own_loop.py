@@ -108,7 +108,7 @@ def value_and_grad(
         if not varying(lax.axis_index(axis)):
             # Without check_vma, the derivative of a sum over ranks is that of one rank.
             result = jax.tree.map(
-                lambda leaf: refuse_derivative(leaf, _DIFFERENTIATED) if jnp.issubdtype(leaf, jnp.inexact) else leaf,
+                lambda one: refuse_derivative(one, _DIFFERENTIATED) if jnp.issubdtype(one.dtype, jnp.inexact) else one,
                 result,
             )
         if num_ranks > 1:

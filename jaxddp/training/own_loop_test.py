@@ -75,6 +75,14 @@ def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy
     assert [each.kind for each in schedule.collectives() if each.is_metrics] == ["all-reduce"]
 
 
+@pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
+def test_an_axis_of_vmap_or_pmap_is_one_of_ranks(mapped):
+    params, batch = make_params(), make_batch()
+    step = functools.partial(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed(6e-4), "ranks"), params)
+    loss, grads = mapped(step, axis_name="ranks")(jax.tree.map(lambda leaf: leaf.reshape(4, 4, -1), batch))
+    assert_near(jax.tree.map(lambda leaf: leaf[3], (loss, grads)), jax.value_and_grad(mean_loss)(params, batch))
+
+
 @by_strategy
 def test_losses_with_weights_aux_and_noise_of_each_rank(strategy):
     def loss_fn(params, batch, key, scale=1.0):

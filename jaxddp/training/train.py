@@ -488,6 +488,12 @@ class Trainer:
                 "state must be one that this trainer has made: this one is of another strategy, mesh, optimizer,"
                 " trainable, compute_dtype, has_state or model"
             )
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(jax.tree.broadcast(model.shardings, state)), strict=True)
+        moved = [getattr(leaf, "committed", False) and not leaf.sharding.is_equivalent_to(ours, leaf.ndim)
+                 for leaf, ours in pairs]  # fmt: skip
+        if any(moved):
+            name = [*named_leaves(state)][moved.index(True)]
+            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is of another, or was moved")
         return model
 
     def _describe(self, params: Any) -> Programs:

@@ -21,6 +21,8 @@ def check_state(state: TrainState) -> tuple[list[Any], Any]:
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
         )
     leaves, structure = jax.tree.flatten(state)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError("state must not be traced: a trainer compiles by itself; Trainer.compile gives the program")
     gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]

@@ -176,7 +176,7 @@ MIXING = {
     "dog": (contrib.dog(), "its first state '1.max_dist' " + A_SUM),
     "prodigy": (contrib.prodigy(), r"\(dot_general\)"),
     "noisy_sgd": (optax.noisy_sgd(0.1, key=0), NOISE),
-    "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"\(reduce_and\)"),
+    "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), r"\(reduce_and\).*'skip'"),
     "zero_nans": (optax.zero_nans(), r"'found_nan.layers.0.bias' depends on elements at other places \(reduce_or\)"),
     "flatten": (optax.flatten(optax.adam(0.1)), r"the shape \(29,\) of its state '0.mu' depends on the sizes"),
     "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), OTHER_SHAPE),

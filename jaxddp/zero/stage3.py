@@ -254,11 +254,13 @@ def _run_units(
         if _takes_rows(equation):
             return [_rows(equation, inputs)]
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
+        keeps, is_unit = is_end and equation is last, _is_unit(equation)
+        if name == "scan" and params["length"] <= params["unroll"]:
+            return _run_rounds(equation, inputs, partial(_run_units, ranks=ranks, in_loop=in_loop, order=order), keeps)
         if name == "scan":
             carry, results = _run_scan(equation, inputs, ranks)
             # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
             return [*after_loop(order, carry), *results]
-        keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name in CALLS and not is_unit:
             return _run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
         shards = [inputs[place] for place in places]
@@ -295,6 +297,23 @@ def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
     return next(given, jax.checkpoint_policies.dots_saveable)
 
 
+def _run_rounds(equation: Any, inputs: list[Any], run: Callable[..., list[Any]], is_end: bool) -> list[Any]:
+    """Runs a loop over rows of shards of which XLA makes none, as if its rounds were written out."""
+    program, (num_consts, num_carry) = called_program(equation), num_consts_and_carry(equation)
+    consts, carry, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    shapes = [var.aval.shape for var in program.jaxpr.invars[num_consts + num_carry :]]
+    numbers = [*range(equation.params["length"])][:: -1 if equation.params["reverse"] else 1]
+    results: dict[int, list[Any]] = {}
+    for number in numbers:
+        rows = [
+            stack.rows(stack.local[number], shape) if isinstance(stack, Shard) else stack[number]
+            for stack, shape in zip(stacks, shapes, strict=True)
+        ]
+        found = run(program, [*consts, *carry, *rows], is_end=is_end and number == numbers[-1])
+        carry, results[number] = found[:num_carry], found[num_carry:]
+    return [*carry, *map(jnp.stack, zip(*(results[number] for number in sorted(results)), strict=True))]
+
+
 def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any], list[Any]]:
     """Runs a loop over rows of shards; gives what the last round hands on, and the stacked results."""
     program, params = called_program(equation), equation.params
@@ -315,8 +334,7 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any]
             stack.rows(array, shape) if isinstance(stack, Shard) else array
             for stack, array, shape in zip(stacks, local, shapes, strict=True)
         ]
-        is_loop = params["length"] > params["unroll"]  # else XLA makes none of it
-        results = _run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=is_loop)
+        results = _run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=True)
         return results[:num_carry], results[num_carry:]
 
     local = [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
@@ -325,7 +343,9 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any]
         held = [local[place] for place in places]
         row = _gradients_from_rows(held)
         local = put(local, places, lax.stop_gradient(held))
-    carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], params["unroll"])
+    # Rounds that are left over would be no loop.
+    unroll = max(n for n in range(1, params["unroll"] + 1) if params["length"] % n == 0)
+    carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], unroll)
     return carry, results
 
 

@@ -34,9 +34,17 @@ def loop(params, batch):
     return mean_square(chain(params["layers"], batch["x"]), batch)
 
 
-def scan(params, batch):
-    x, _ = lax.scan(lambda x, one: (dense(one, x), None), batch["x"], params["stack"])
-    return mean_square(x, batch)
+def scan(params, batch, **options):
+    x, norms = lax.scan(lambda x, one: (dense(one, x), jnp.sum(x**2)), batch["x"], params["stack"], **options)
+    return mean_square(x, batch) + jnp.dot(jnp.arange(NUM_LAYERS), norms) / len(x)
+
+
+def scan_written_out(params, batch):
+    return scan(params, batch, unroll=True, reverse=True)
+
+
+def scan_with_rounds_left_over(params, batch):
+    return scan(params, batch, unroll=NUM_LAYERS - 1)
 
 
 def scan_of_checkpoints(params, batch):
@@ -162,6 +170,8 @@ UNROLLED, EVERY_ONE_TWICE = 2 * NUM_LAYERS - 1, 2 * NUM_LAYERS
 GATHERS = {
     loop: UNROLLED,
     scan: EVERY_ONE_TWICE,
+    scan_written_out: UNROLLED,
+    scan_with_rounds_left_over: EVERY_ONE_TWICE,
     scan_of_checkpoints: EVERY_ONE_TWICE,
     scan_in_a_scan: 2 * EVERY_ONE_TWICE,
     rows_of_a_stack: UNROLLED,
@@ -187,7 +197,7 @@ def test_gradients_are_those_of_one_device_and_units_are_gathered_when_used_as_p
     rng = np.random.default_rng(0)
     layers = [{"kernel": rng.normal(size=(WIDTH, WIDTH)), "bias": rng.normal(size=WIDTH)} for _ in range(NUM_LAYERS)]
     params = {"layers": layers}
-    if loss_fn in (scan, rows_of_a_stack, scan_of_checkpoints):
+    if loss_fn.__name__.startswith(("scan", "rows")):
         params = {"stack": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)}
     if loss_fn is scan_in_a_scan:
         params = {"stacks": jax.tree.map(lambda *leaves: np.stack([leaves, leaves]), *layers)}
