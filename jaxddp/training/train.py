@@ -222,9 +222,11 @@ class Trainer:
         trained, places = (split(tree, self.trainable)[0] for tree in (params, model.layout.updated))
         opt_state = model.init_opt_state(place(trained, places, self.mesh, axis))
         params = place(params, model.layout.params, self.mesh, axis)
-        make, everywhere = lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), NamedSharding(self.mesh, P())
+        make = jax.jit(
+            lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), out_shardings=NamedSharding(self.mesh, P())
+        )
         with no_mesh():
-            step, key = jax.jit(make, out_shardings=everywhere)()
+            step, key = make()
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
@@ -493,7 +495,7 @@ class Trainer:
                  for leaf, ours in pairs]  # fmt: skip
         if any(moved):
             name = [*named_leaves(state)][moved.index(True)]
-            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is of another, or was moved")
+            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is another's, or was moved")
         return model
 
     def _describe(self, params: Any) -> Programs:
