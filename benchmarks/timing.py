@@ -84,9 +84,7 @@ def interleave(
 
     A step takes the number of the round; one that fails in the first takes part in no other, and a later failure is
     raised. ``before`` and ``after`` are not timed: ranks meet in the first, the second gives what is kept of a result.
-
-    Returns:
-        By label, what was kept of all ``num_rounds``, and the seconds of those after the first ``num_warmup``.
+    Returned are by label what was kept of all ``num_rounds``, and the seconds of those after the first ``num_warmup``.
     """
     results: dict[str, list[Any]] = {label: [] for label in steps}
     seconds: dict[str, list[float]] = {label: [] for label in steps}

@@ -3,16 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from .cli import (
-    doctor as doctor_cli,
-    inspect as inspect_cli,
-    launch as launch_cli,
-    plan as plan_cli,
-    train as train_cli,
-)
+from .cli import doctor, inspect, launch, plan, train
 from .cli.parser import run_command
 
-COMMANDS = (train_cli, inspect_cli, plan_cli, launch_cli, doctor_cli)
+COMMANDS = (train, inspect, plan, launch, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

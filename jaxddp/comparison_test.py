@@ -21,6 +21,12 @@ def assert_near(found, expected, atol=1e-12):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=atol), found, expected)
 
 
+def drawn(seed=0, dtype=np.float64, **shapes):
+    """Arrays of normal numbers, by name."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
 def on_one_device(loss_fn, params, batches, optimizer):
     optimizer = optax.with_extra_args_support(optimizer)
 

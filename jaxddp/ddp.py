@@ -152,16 +152,13 @@ def overlapped() -> Strategy:
 
 @register
 def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Hook | None = None) -> Strategy:
-    """One all-reduce per bucket, as the bucket fills.
+    """One all-reduce per bucket, as the bucket fills; a ValueError if a cap or the rule is out of range.
 
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
         rule: When a bucket closes; see ``plan_buckets``.
         hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
             ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
-
-    Raises:
-        ValueError: If a cap or the rule is out of range.
     """
     if hook is not None and not callable(hook):
         raise ValueError(f"hook (={hook!r}) must be a function (buffer, axis) -> sum over the ranks, or None")

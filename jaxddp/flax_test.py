@@ -10,7 +10,7 @@ from flax import nnx
 from flax.core import freeze
 
 import jaxddp
-from jaxddp.comparison_test import refusal, trained
+from jaxddp.comparison_test import assert_near, drawn, refusal, trained
 from jaxddp.flax import from_linen, from_nnx
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -63,8 +63,7 @@ both = pytest.mark.parametrize("make", [of_nnx, of_linen])
 
 
 def batch():
-    rng = np.random.default_rng(0)
-    return {"x": rng.normal(size=(24, WIDTH)), "y": rng.normal(size=(24, 1))}
+    return drawn(x=(24, WIDTH), y=(24, 1))
 
 
 def trainer_of(loss_fn, strategy, num_ranks):
@@ -81,8 +80,7 @@ def test_ranks_train_as_one_device(make, strategy):
         trainer = trainer_of(loss_fn, strategy, num_ranks)
         state, _ = trained(trainer, trainer.init(params, model_state=model_state), [batch()] * 3)
         found.append((trainer.params(state), trainer.model_state(state), trainer.evaluate(state, batch())))
-    # Float64, sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), *found)
+    assert_near(*found)
     moved = jax.tree.map(lambda old, new: bool(jnp.any(old != new)), model_state, found[0][1])
     assert all(jax.tree.leaves(moved))
 
@@ -124,7 +122,7 @@ def test_what_a_layer_changes_in_its_module_is_kept_and_what_it_adds_is_refused(
         trainer = trainer_of(loss_fn, strategy, NUM_RANKS)
         state, _ = trained(trainer, trainer.init(params, model_state=model_state), [batch()] * 2)
         found.append((trainer.params(state), trainer.model_state(state)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), *found)  # float64
+    assert_near(*found)
     assert float(jnp.max(jnp.abs(found[0][1]["norm"]["mean"]))) > 1e-3
 
     loss_fn, params, model_state = from_nnx(Sown(0.0), squares)

@@ -144,10 +144,6 @@ def test_without_communication_buckets_are_packed_all_the_same(model):
     assert "concatenate" in trainer.compile(state, batch).as_text()
 
 
-def linear_loss(w, x):
-    return jnp.mean(x @ w) ** 2
-
-
 def in_two_parts(buffer, axis):
     flat = buffer.reshape(-1)
     padded = jnp.pad(flat, (0, -flat.size % NUM_RANKS))
@@ -215,6 +211,6 @@ def test_bytes_on_the_wire_are_those_of_the_platform():
     assert planned_collectives(strategy, plan, 2, "gpu") == [("all-reduce", 16)]
     assert planned_collectives(strategy, plan, 2, "cpu") == [("all-reduce", 32)]
     for dtype in (jnp.bfloat16, jnp.float16):
-        trainer = jaxddp.Trainer(linear_loss, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
+        trainer = jaxddp.Trainer(lambda w, x: jnp.mean(x @ w) ** 2, optax.sgd(0.1), strategy, jaxddp.data_mesh(2))
         state, x = trainer.init(jnp.ones((4, 3), dtype)), np.ones((8, 4), np.float32)
         compiled_as_planned(trainer, state, x)

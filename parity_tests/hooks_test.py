@@ -53,11 +53,6 @@ def in_jax(name):
         return to_numpy(trainer.params(state))
 
 
-def initial():
-    with jax.enable_x64(True):
-        return to_numpy(jax_side.initial_params("toy", "float64"))
-
-
 def on_rank(name, weights):
     module = from_numpy(weights, build("toy").double())
     net = torchref.BucketedDDP(module, BUCKET_MB, hook=HOOKS[name][1])
@@ -72,6 +67,8 @@ def on_rank(name, weights):
 def test_a_hook_is_the_same_in_both_packages(ranks, name):
     ours = in_jax(name)
     assert largest_difference(ours, in_jax("")) > 1e-6  # the hook changed something
-    for theirs in ranks.run(on_rank, name, initial(), num_ranks=NUM_RANKS):
+    with jax.enable_x64(True):
+        initial = to_numpy(jax_side.initial_params("toy", "float64"))
+    for theirs in ranks.run(on_rank, name, initial, num_ranks=NUM_RANKS):
         # float64 before a cast, and sums of two: both round once, and to the same but for a tie within 1e-16.
         assert largest_difference(ours, theirs) <= 1e-12

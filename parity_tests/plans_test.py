@@ -110,11 +110,8 @@ def test_default_caps_grow_with_the_model_in_both(ranks):
     ours = described(jaxddp.plan_gradients(jaxddp.bucketed(), grad_fn, params).buckets)
     theirs = ranks.run(large_torch_plan, num_ranks=2)[0]
     assert [len(bucket) for bucket in ours] == [len(bucket) for bucket in theirs] == [1, 3, *[5] * 7, 1]
-    assert [len(bucket) for bucket in described(jaxddp.zero1().plan(specs_of(params)).buckets)] == [1, *[3] * 13]
-
-
-def specs_of(params):
-    return [jaxddp.TensorSpec(name, leaf.shape, "float32") for name, leaf in params.items()]
+    specs = [jaxddp.TensorSpec(name, leaf.shape, "float32") for name, leaf in params.items()]
+    assert [len(bucket) for bucket in described(jaxddp.zero1().plan(specs).buckets)] == [1, *[3] * 13]
 
 
 def fsdp_plan():

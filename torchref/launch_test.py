@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchref.launch import RankError, RankPool, init_from_env, launch, report
-from torchref.script_test import is_running, wait_until_gone
+from torchref.script_test import free_port, is_running, wait_until_gone
 
 
 def rank_and_size(offset=0):
@@ -227,10 +227,7 @@ def test_init_from_env_names_a_coordinator_that_does_not_answer():
 
 def test_a_collective_may_wait_longer_than_a_rank_may_be_stuck(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    init_from_env("gloo", f"127.0.0.1:{port}", 1, 0, stuck_s=7200)
+    init_from_env("gloo", f"127.0.0.1:{free_port()}", 1, 0, stuck_s=7200)
     try:
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds() > 7200
         with pytest.raises(ValueError, match="^this process has joined a process group already"):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
-from torchref.passes_test import optimizer_of, refused, wrap
+from torchref.passes_test import model, optimizer_of, refused, wrap
 
 
 class Reads(nn.Module):
@@ -136,13 +136,8 @@ def check_a_step(net, forward, alone):
     check_weights(net, alone)
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
 def halved(name):
-    module, alone = mlp(), mlp()
+    module, alone = model().double(), model().double()
     net = wrap(name, module)
 
     def halve(parameter):
@@ -180,16 +175,16 @@ def wrapped_otherwise(name):
 
 def compiled():
     """Around the wrapper it is right, and within it is refused."""
-    net = torchref.FSDP(mlp())
-    check_a_step(net, torch.compile(net, backend="eager"), mlp())
-    module = mlp()
+    net = torchref.FSDP(model().double())
+    check_a_step(net, torch.compile(net, backend="eager"), model().double())
+    module = model().double()
     assert refused(lambda: torchref.FSDP(torch.compile(module, backend="eager")))
     module[0].compile(backend="eager")
     assert refused(lambda: torchref.FSDP(module))
-    module = mlp()
+    module = model().double()
     module[1].compile(backend="eager")  # of which nothing is sharded
     net = torchref.FSDP(module)
-    check_a_step(net, net, mlp())
+    check_a_step(net, net, model().double())
 
 
 def gradients_of_gradients():

@@ -108,8 +108,7 @@ class Checkpoints(CheckpointFolder):
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate; as ``restore``.
 
-        Returns:
-            A tree like ``params`` of NumPy arrays; with a ``model_state`` that and one like it.
+        Gives a tree like ``params`` of NumPy arrays; with a ``model_state`` that and one like it.
         """
         about = self._agree(step)
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})

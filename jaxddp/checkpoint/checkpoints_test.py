@@ -10,7 +10,7 @@ from flax import nnx
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.host_state import to_host
-from jaxddp.comparison_test import NUM_EMPTY, assert_near, refusal as line_of, trained
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, drawn, refusal as line_of, trained
 from jaxddp.models.toy_test import ToyMLP
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -26,14 +26,11 @@ def loss_fn(params, batch):
 
 
 def make_params(dtype=np.float64):
-    rng = np.random.default_rng(0)
-    shapes = {"w": (5, 8), "b": (8,), "stack": (2, 8, 8), "scale": (), "empty": (NUM_EMPTY, 3)}
-    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return jax.tree.map(jnp.asarray, drawn(0, dtype, w=(5, 8), b=8, stack=(2, 8, 8), scale=(), empty=(NUM_EMPTY, 3)))
 
 
 def batch_of(position):
-    rng = np.random.default_rng(position)
-    return {"x": rng.normal(size=(BATCH, 5)), "y": rng.normal(size=(BATCH, 8))}
+    return drawn(position, x=(BATCH, 5), y=(BATCH, 8))
 
 
 def make(strategy, num_ranks=None, loss_fn=loss_fn, optimizer=None, mesh=None, **options):
@@ -158,9 +155,6 @@ def test_dropout_and_noise_go_on_with_their_keys(tmp_path):
         state, position = checkpoints.restore(trainer, make_params())
     state, _ = advance(trainer, state, position, 2)
     assert_same(dict_of(trainer, state), expected)
-
-
-FROZEN = ("layers.1", "key", "other key")
 
 
 def tree_of(dtype):

@@ -26,7 +26,7 @@ def test_nothing_is_shared_with_the_arrays_given_or_returned():
 
 
 def test_nnx_state_comes_back_as_nnx_state():
-    state = nnx_params(nnx.Linear, 2, 3)
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
     arrays = to_numpy(state)
     assert {name: array.shape for name, array in arrays.items()} == {"weight": (3, 2), "bias": (3,)}
     back = from_numpy({name: array + 1 for name, array in arrays.items()}, state)
@@ -50,10 +50,6 @@ def test_every_array_that_does_not_fit_is_named_in_one_line():
         "'b.weight' is missing, not float32 (3, 2); 'c' is float64 (2,), not float32 (2,); "
         "'d' is float64 (1,), not wanted; 'e' is float64 (1,), not wanted"
     )
-
-
-def nnx_params(module, *args, **options):
-    return nnx.state(module(*args, **options, rngs=nnx.Rngs(0)), nnx.Param)
 
 
 @pytest.mark.parametrize(

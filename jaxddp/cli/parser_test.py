@@ -1,7 +1,6 @@
 import re
-import subprocess
-import sys
 
+from jaxddp.conftest import run_python
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import CHIPS
 
@@ -23,8 +22,7 @@ print([name for name in ("jax", "flax", "matplotlib", "jaxddp.models") if name i
 
 
 def test_help_is_quick_and_lists_every_name():
-    result = subprocess.run([sys.executable, "-c", CODE, *LISTED], capture_output=True, text=True, check=True)
-    *helps, imported = result.stdout.split(chr(12))
+    *helps, imported = run_python(CODE, *LISTED).split(chr(12))
     assert imported == "[]\n" and len(helps) == len(LISTED)
     for said, names in zip(helps, LISTED.values(), strict=True):
         assert set(re.findall(r"[\w.]+", said)) >= names

@@ -11,7 +11,7 @@ from jaxddp.models import SIZES
 from jaxddp.planning.chips import target
 from jaxddp.planning.machine import cluster_of
 from jaxddp.planning.plan import TrainingJob, plan
-from jaxddp.planning.workload import feed_forward, transformer
+from jaxddp.planning.plan_test import XL, XXL
 
 KEYS = set(
     "fits bytes_per_device min_devices compute_bound min_tokens best_bucket_mb accumulation_steps "
@@ -114,10 +114,6 @@ def test_attention_checkpointing_and_rates(capsys):
     assert kept[0] > kept[1] > kept[2] and square["step_s"]["step_s"] > flash["step_s"]["step_s"]
     assert peaks["assumptions"]["flops_per_s"] == 989.4e12 > square["assumptions"]["flops_per_s"]
     assert "by shape" in square["assumptions"]["rates"] and "assumed" in peaks["assumptions"]["rates"]
-
-
-XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
-XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
 
 
 def cluster(spec):

@@ -16,7 +16,7 @@ from jaxddp.cli import train_program
 from jaxddp.cli.parser import SIGNALS, Signalled
 from jaxddp.cli.train import StepReport, TrainOptions
 from jaxddp.cli.train_program import train
-from jaxddp.comparison_test import refusal
+from jaxddp.comparison_test import drawn, refusal
 from jaxddp.models import SIZES, TransformerConfig, cross_entropy
 from jaxddp.training.replicas_test import flip
 
@@ -86,9 +86,7 @@ def bigram(small, text, monkeypatch):
     """Makes options of runs in float64, so that what ranks and strategies change is seen to be rounding."""
 
     def build(model, seed):
-        rng = np.random.default_rng(seed)
-        params = {"embedding": rng.normal(size=(256, 20)), "head": rng.normal(size=(20, 256))}
-        return bigram_loss, jax.tree.map(jnp.asarray, params)
+        return bigram_loss, jax.tree.map(jnp.asarray, drawn(seed, embedding=(256, 20), head=(20, 256)))
 
     monkeypatch.setattr(train_program, "build", build)
     with jax.enable_x64(True):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxddp
-from jaxddp.comparison_test import refusal
+from jaxddp.comparison_test import grid, refusal
 from jaxddp.instruments import hlo, targets
 from jaxddp.instruments.collectives import LAYERS, MICROBATCHES, Loop, collectives
 
@@ -24,13 +24,9 @@ def _lines_of_this_file_count(monkeypatch):
     monkeypatch.setattr(hlo, "_OWN_FOLDER", "elsewhere")
 
 
-def mesh(**axes):
-    axes = axes or {"data": NUM_RANKS}
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
 def shape(*dims, spec=(), over=None):
-    return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(over or mesh(), P(*spec)))
+    over = over or grid(NUM_RANKS, names=["data"])
+    return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(over, P(*spec)))
 
 
 def loss_fn(params, x):
@@ -64,7 +60,7 @@ def test_for_a_target_arrays_that_lie_anywhere_go_where_the_others_are():
     def step(params, x, key):
         return jax.grad(lambda params: jnp.mean((x @ params) ** 2 * jax.random.normal(key, (16, WIDTH))))(params)
 
-    x = jax.device_put(jnp.ones((16, WIDTH)), NamedSharding(mesh(), P("data")))
+    x = jax.device_put(jnp.ones((16, WIDTH)), NamedSharding(grid(NUM_RANKS, names=["data"]), P("data")))
     given = jnp.ones((WIDTH, WIDTH)), x, jax.random.key(0)
     assert collectives(step, *given, target="h100:4").pairs == [("all-reduce", 4 * WIDTH**2)]
 
@@ -119,7 +115,7 @@ def test_a_zero1_without_effect_gathers_nothing():
 
 
 def test_axes_are_those_of_the_mesh_also_of_a_shard_map_inside():
-    over = mesh(replica=2, data=2)
+    over = grid(2, 2, names=("replica", "data"))
 
     def sums(x):
         return jax.lax.psum(x, "data"), jax.lax.psum(x * x, "replica"), jax.lax.psum(x + 1, ("replica", "data"))
@@ -136,7 +132,7 @@ def test_functions_of_nnx_are_read_and_what_xla_merged_has_the_phase_and_line_of
         return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
 
     model = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh(), P())))
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(grid(NUM_RANKS, names=["data"]), P())))
     for target in (None, "h100:4"):
         (merged,) = collectives(step, model, shape(16, WIDTH, spec=("data",)), target=target).found
         assert (merged.kind, merged.num_bytes, merged.phase) == ("all-reduce", 4 * (2 * WIDTH + 2), "backward")
@@ -228,7 +224,7 @@ def test_a_collective_in_a_branch_is_marked_since_it_may_not_run():
 
         return jax.lax.scan(body, count, xs)[1], jax.lax.psum(xs, "data")
 
-    over = mesh()
+    over = grid(NUM_RANKS, names=["data"])
     mapped = jax.shard_map(step, mesh=over, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     xs, count = shape(3, WIDTH), jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(over, P()))
     found = collectives(mapped, xs, count)

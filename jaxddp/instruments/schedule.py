@@ -133,8 +133,7 @@ class Schedule:
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
-    Raises:
-        HLOError: A ValueError of one line, if the text is not a scheduled HLO module, or is damaged.
+    An ``HLOError``, a ValueError of one line, says if the text is not a scheduled HLO module, or is damaged.
     """
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"

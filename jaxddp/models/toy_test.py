@@ -26,8 +26,12 @@ def _layer_norm(features: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class ToyMLP(nnx.Module):
-    def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
+    """If asked, with a matrix ``unused [hidden, hidden]`` that the forward never uses: its gradient is zero."""
+
+    def __init__(self, in_features: int, hidden: int, out_features: int, has_unused=False, *, rngs: nnx.Rngs):
         self.up = _linear(in_features, hidden, rngs)
+        if has_unused:
+            self.unused = _linear(hidden, hidden, rngs)
         self.norm = _layer_norm(hidden, rngs)
         self.down = _linear(hidden, out_features, rngs)
 
@@ -59,21 +63,11 @@ class FrozenToy(nnx.Module):
         return self.down(self.norm(jax.nn.relu(self.frozen(x))))
 
 
-class UnusedToy(ToyMLP):
-    """A matrix ``unused [hidden, hidden]`` in the middle that the forward never uses: its gradient is zero."""
-
-    def __init__(self, in_features: int, hidden: int, out_features: int, *, rngs: nnx.Rngs):
-        self.up = _linear(in_features, hidden, rngs)
-        self.unused = _linear(hidden, hidden, rngs)
-        self.norm = _layer_norm(hidden, rngs)
-        self.down = _linear(hidden, out_features, rngs)
-
-
 TOYS = {
     "toy": lambda rngs: ToyMLP(10, 16, 5, rngs=rngs),
     "toy_tied": lambda rngs: TiedToy(10, 16, rngs=rngs),
     "toy_frozen": lambda rngs: FrozenToy(10, 16, 5, rngs=rngs),
-    "toy_unused": lambda rngs: UnusedToy(10, 16, 5, rngs=rngs),
+    "toy_unused": lambda rngs: ToyMLP(10, 16, 5, has_unused=True, rngs=rngs),
 }
 
 

@@ -111,11 +111,6 @@ def test_config_refuses_sizes_that_cannot_be(change, message):
     assert message in refusal(TransformerConfig, **sizes)
 
 
-def tokens_batch(seed=0, vocab=64, length=16):
-    tokens, targets = np.random.default_rng(seed).integers(vocab, size=(2, 3, length)).astype(np.int32)
-    return {"tokens": jnp.asarray(tokens), "targets": jnp.asarray(targets)}
-
-
 def test_cross_entropy_equals_numpy_and_is_stable():
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -137,5 +132,6 @@ def test_an_unknown_model_is_refused_with_the_known_ones(make):
 
 def test_the_functional_transformer_refuses_a_sequence_longer_than_the_context():
     loss, params = build("tiny")
-    found = refusal(loss, params, tokens_batch(length=17))
+    tokens = jnp.zeros((3, 17), jnp.int32)
+    found = refusal(loss, params, {"tokens": tokens, "targets": tokens})
     assert found == "sequence length (=17) must be at most context (=16)"

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxddp.comparison_test import drawn
 from jaxddp.parity import StepParityError, check_step
 
 OPTIMIZER = optax.adam(1e-2)
@@ -41,10 +42,7 @@ def mean(grads):
 
 @pytest.fixture
 def batch():
-    rng = np.random.default_rng(0)
-    mask = np.ones(16, bool)
-    mask[9:] = False
-    return {"x": rng.normal(size=(16, 3)), "y": rng.normal(size=(16, 2)), "mask": mask}
+    return drawn(x=(16, 3), y=(16, 2)) | {"mask": np.arange(16) < 9}
 
 
 @pytest.fixture

@@ -28,19 +28,16 @@ from jaxddp.planning.formulas import (
     traffic,
 )
 from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.plan_test import XL, XXL
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
 
 GIB = 2**30
-XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 STATES = 16 * XXL.num_params
 
 
 def model(vocab, width, hidden, layers, heads):
     return transformer(vocab, 128, width, layers, heads, hidden)
-
-
-XL = model(10_000, 768, 3200, 16, 12)
 
 
 def check(found, printed):

@@ -24,9 +24,8 @@ _calls = itertools.count()
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     """Compares entries that must be the same in all processes; every process calls it, as often as the others.
 
-    Raises:
-        ValueError: If one differs, in every process; the line names the first such entry and the processes. Or if a
-            process does not come, or none has joined a job.
+    If one differs, every process raises a ValueError, whose line names the first such entry and the processes. So does
+    one that waits in vain for another, or has joined no job.
     """
     if jax.process_count() == 1:
         return
@@ -51,11 +50,7 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
 
 
 def gather_texts(text: str, timeout_s: float) -> Iterator[str]:
-    """Gathers a text of every process, by its number; every process calls it, as often as the others.
-
-    Raises:
-        RuntimeError: Of JAX's, if one does not come.
-    """
+    """Gathers a text of every process, by its number; as ``check_alike``, but the error is JAX's RuntimeError."""
     client: Any = distributed.global_state.client
     key = f"jaxddp/texts/{next(_calls)}"
     client.key_value_set(f"{key}/{jax.process_index()}", text)

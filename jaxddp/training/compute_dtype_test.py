@@ -10,7 +10,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.comparison_test import compiled_as_planned, trained
+from jaxddp.comparison_test import compiled_as_planned, drawn, trained
 from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.strategy import Masters
 
@@ -38,8 +38,7 @@ NUM_ELEMENTS = 8 * 16 + 16 * 16 + 16 * 8
 
 
 def mlp_params(dtype=np.float32):
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+    return drawn(0, dtype, **SHAPES)
 
 
 def mlp_batch(step=0, rows=16):
@@ -54,16 +53,6 @@ def exact_loss(params, batch):
 
 
 seen = []
-
-
-def exact_params():
-    rng = np.random.default_rng(1)
-    params = {"w": rng.normal(size=(5, 3)), "b": rng.normal(size=7), "scale": rng.normal(), "frozen": rng.normal()}
-    return {**jax.tree.map(np.asarray, params), "table": np.array([3, -2])}
-
-
-def exact_batch(step, size):
-    return {"x": 2.0 ** np.random.default_rng(step).integers(-3, 4, size).astype(np.float32)}
 
 
 def recipe(params, batches, optimizer, max_grad_norm):
@@ -85,8 +74,10 @@ def recipe(params, batches, optimizer, max_grad_norm):
 @pytest.mark.parametrize(("name", "num_microbatches"), [("bucketed", 1), ("zero2", 2), ("zero3", 2)])
 def test_every_strategy_is_the_recipe_on_one_device(name, num_microbatches):
     with jax.enable_x64(True):
-        params, optimizer = exact_params(), optax.adamw(1e-2, weight_decay=0.1)
-        batches = [exact_batch(step, NUM_RANKS * num_microbatches) for step in range(5)]
+        params = drawn(1, w=(5, 3), b=7, scale=(), frozen=()) | {"table": np.array([3, -2])}
+        optimizer = optax.adamw(1e-2, weight_decay=0.1)
+        draws = [np.random.default_rng(step).integers(-3, 4, NUM_RANKS * num_microbatches) for step in range(5)]
+        batches = [{"x": 2.0 ** powers.astype(np.float32)} for powers in draws]
         options = {"num_microbatches": num_microbatches, "max_grad_norm": 3.0}
         trainer = make(
             exact_loss, STRATEGIES[name], optimizer=optimizer, compute_dtype=jnp.float32,

@@ -20,10 +20,6 @@ def make(loss_fn, name, **options):
     return jaxddp.Trainer(loss_fn, optax.sgd(0.1), STRATEGIES[name], jaxddp.data_mesh(2), **options)
 
 
-def loss_fn(params, batch):
-    return jnp.mean((batch["x"] @ params["w"]) ** 2)
-
-
 def counted(params, batch):
     return jaxddp.Weighted(jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.sum(batch["mask"] > 0))
 

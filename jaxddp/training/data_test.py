@@ -33,10 +33,6 @@ def assert_same(batch, other):
     assert_near(batch, other, atol=0)
 
 
-def joined(batches):
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "targets")}
-
-
 def test_tokens_are_bytes_and_targets_are_the_bytes_after_them(counting):
     corpus = Corpus(counting, context=CONTEXT)
     batch = corpus.batch(0, 6)
@@ -80,7 +76,7 @@ def test_ranks_get_consecutive_rows_of_the_one_global_batch(counting, num_ranks)
     whole = data.batch(2, 12, seed=1)
     shards = [data.batch(2, 12, seed=1, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
     assert {len(shard["tokens"]) for shard in shards} == {12 // num_ranks}
-    assert_same(joined(shards), whole)
+    assert_same({name: np.concatenate([shard[name] for shard in shards]) for name in whole}, whole)
 
 
 def test_validation_is_the_tail_spread_over_the_batches_in_a_fixed_order(counting):

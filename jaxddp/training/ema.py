@@ -19,16 +19,7 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
         ema = decay * ema + (1 - decay) * params        after each update
 
     It starts at the parameters, so there is no bias to correct. ``Trainer.averaged`` gives a state of the averages, to
-    evaluate or to read.
-
-    Args:
-        decay: At least 0 and below 1.
-
-    Returns:
-        The transformation; it passes updates on as they are.
-
-    Raises:
-        ValueError: If ``decay`` is out of range.
+    evaluate or to read. Updates are passed on as they are. Raises a ValueError if ``decay`` is not from 0 to below 1.
 
     Example:
         >>> optimizer = optax.chain(optax.sgd(1.0), params_ema(0.5))

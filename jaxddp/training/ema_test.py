@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, drawn, on_one_device, refusal, trained
 from jaxddp.instruments.memory import held_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -26,9 +26,7 @@ def loss_fn(params, batch):
 
 
 def inputs():
-    rng = np.random.default_rng(0)
-    params = {"a": rng.normal(size=(6, 7)), "b": rng.normal(size=(7, 3)), "scale": np.full(7, 2.0)}
-    return params, {"x": rng.normal(size=(16, 6))}
+    return drawn(0, a=(6, 7), b=(7, 3)) | {"scale": np.full(7, 2.0)}, drawn(1, x=(16, 6))
 
 
 def adam_with_average(decay=DECAY):

@@ -168,22 +168,19 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     trainer = trainer_of(mixed_loss, jaxddp.zero1(), has_aux=True)
     state = trainer.init({"w": jnp.ones((WIDTH, 1))}, model_state=mixed_state())
     batch = batches()[0]
-    assert sorted(trainer.programs(state).planned_sync(state)) == sorted(
-        ("all-reduce", num_bytes) for num_bytes in ((3 + 1) * 8, 4, 1, 2 * 4)
-    )
+    planned = sorted(("all-reduce", num_bytes) for num_bytes in ((3 + 1) * 8, 4, 1, 2 * 4))
+    assert sorted(trainer.programs(state).planned_sync(state)) == planned
     compiled = read_schedule(trainer.compile(state, batch)).collectives()
-    planned = trainer.programs(state).planned_sync(state)
-    assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == sorted(planned)
+    assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == planned
     state, metrics = trainer.step(state, batch)
     found = trainer.model_state(state)
     np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
     assert (found["count"], found["narrow"], found["seen"]) == (1, np.float16(3e4), True)
     assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 7))).all()
     assert metrics["aux"]["rank"] == (NUM_RANKS - 1) / 2
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(trainer, state)
     other = trainer_of(mixed_loss, jaxddp.zero3(min_shard_elements=0), num_ranks=2, has_aux=True)
     with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
         restored, _ = checkpoints.restore(other, {"w": jnp.zeros((WIDTH, 1))}, model_state=mixed_state())
     again = other.model_state(restored)
     assert again["count"] == 1 and (np.asarray(again["ema"]) == np.asarray(found["ema"])).all()

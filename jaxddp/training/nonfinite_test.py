@@ -7,9 +7,10 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import compiled_as_planned
+from jaxddp.comparison_test import compiled_as_planned, drawn
 
 NUM_RANKS = 4
+PARAMS = drawn(0, np.float32, up=(3, 5), down=(5, 1))
 
 
 def loss_fn(params, batch):
@@ -20,14 +21,8 @@ def make(strategy, **options):
     return jaxddp.Trainer(loss_fn, optax.adamw(0.1), strategy, jaxddp.data_mesh(NUM_RANKS), **options)
 
 
-def make_params():
-    rng = np.random.default_rng(0)
-    return {"up": rng.normal(size=(3, 5)).astype(np.float32), "down": rng.normal(size=(5, 1)).astype(np.float32)}
-
-
 def batch_of(step, bad=None):
-    rng = np.random.default_rng(step)
-    batch = {"x": rng.normal(size=(16, 3)).astype(np.float32), "y": rng.normal(size=(16, 1)).astype(np.float32)}
+    batch = drawn(step, np.float32, x=(16, 3), y=(16, 1))
     if bad is not None:
         batch["y"][9] = bad  # of rank 2, and of its first micro-batch if there are two
     return batch
@@ -49,7 +44,7 @@ STRATEGIES = {
 def test_a_skipped_step_leaves_the_state_bit_for_bit(name):
     strategy, options = STRATEGIES[name]
     trainer = make(strategy, nonfinite="skip", **options)
-    state = trainer.init(make_params())
+    state = trainer.init(PARAMS)
     state, metrics = trainer.step(state, batch_of(0))
     assert int(metrics["skipped"]) == 0
     before = bits(state.params, state.opt_state)
@@ -69,28 +64,21 @@ def test_no_policy_costs_a_collective():
     programs = []
     for policy in ("ignore", "skip"):
         trainer = make(jaxddp.zero1(), nonfinite=policy)
-        text = trainer.compile(trainer.init(make_params()), batch_of(0)).as_text()
+        text = trainer.compile(trainer.init(PARAMS), batch_of(0)).as_text()
         programs.append([text.count(kind) for kind in ("all-reduce(", "reduce-scatter(", "all-gather(")])
     assert programs[0] == programs[1]
 
 
-def with_state():
-    """A trainer that skips, whose model state, and nothing else, is NaN as soon as the batch has a zero."""
-
+def test_a_model_state_that_no_longer_is_finite_counts_too():
     def loss_fn(params, state, batch):
-        scale = state["scale"] * batch[0, 0] / batch[0, 0]
+        scale = state["scale"] * batch[0, 0] / batch[0, 0]  # NaN, and nothing else is, as soon as the batch has a zero
         return jnp.mean((batch @ params["w"]) ** 2), state | {"scale": scale}
 
     trainer = jaxddp.Trainer(
         loss_fn, optax.sgd(0.1), jaxddp.zero1(), jaxddp.data_mesh(2), has_state=True, nonfinite="skip"
     )
     state = trainer.init({"w": jnp.ones(3)}, model_state={"scale": jnp.ones(()), "mask": -jnp.full(2, jnp.inf)})
-    return trainer, state
-
-
-def test_a_model_state_that_no_longer_is_finite_counts_too():
     good, bad = np.ones((4, 3), np.float32), np.eye(4, 3, 1, dtype=np.float32)
-    trainer, state = with_state()
     state, metrics = trainer.step(state, good)  # an infinity of before is no reason
     assert int(metrics["skipped"]) == 0 and set(metrics) == {"loss", "grad_norm", "skipped"}
     before = bits(state.params, state.opt_state, state.model_state)

@@ -3,12 +3,11 @@
 import re
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, drawn, on_one_device, refusal, trained
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = {
@@ -36,18 +35,12 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) ** 2)
 
 
-def inputs():
-    rng = np.random.default_rng(0)
-    params = {"a": rng.normal(size=(6, 8)), "b": rng.normal(size=(8, 3))}
-    return params, {"x": rng.normal(size=(16, 6))}
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_on_one_device_or_is_refused_in_one_line(name, strategy):
     make, refusals = CASES[name]
-    params, batch = inputs()
+    params, batch = drawn(0, a=(6, 8), b=(8, 3)), drawn(1, x=(16, 6))
     trainer = jaxddp.Trainer(loss_fn, make(), STRATEGIES[strategy], jaxddp.data_mesh(2))
     if strategy in refusals:
         assert re.match(refusals[strategy], refusal(lambda: trainer.compile(trainer.abstract_state(params), batch)))

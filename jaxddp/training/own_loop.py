@@ -120,7 +120,7 @@ def value_and_grad(
 
 
 def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.Array | float | None = None) -> Any:
-    """Sums gradients over the ranks of an axis as planned, and divides once.
+    """Sums a tree of gradients over the ranks of an axis as planned, and divides once; gives a tree like it.
 
     For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
     ``jaxddp.compile_options``, or XLA merges the collectives into one.
@@ -138,9 +138,6 @@ def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.
             plan will do, since nothing is sent.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
-
-    Returns:
-        A tree like ``grads``.
 
     Raises:
         ValueError: If plan and gradients differ in names or shapes.
@@ -174,15 +171,12 @@ def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
 
 
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
-    """Plans the communication of gradients in the order in which their computation finishes them.
+    """Plans the communication of gradients, for ``sync_gradients``, in the order in which they are computed.
 
     Args:
         strategy: How gradients are communicated.
         grad_fn: One rank's gradients, such as ``jax.grad(loss_fn)``; traced, not run.
         *args: Its arguments on one rank; arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        The plan, for ``sync_gradients``.
 
     Raises:
         NameError: If ``grad_fn`` uses a mesh axis that is not bound: then call this inside ``jax.shard_map``.
@@ -202,19 +196,13 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
 
 
 def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
-    """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy.
+    """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy; raises as ``compile_options``.
 
     Args:
         function: Around ``jax.shard_map``.
         strategy: Whose plan it carries out.
         platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
         **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
-
-    Returns:
-        What ``jax.jit`` returns.
-
-    Raises:
-        ValueError: If the strategy is none, or the platform is unknown.
     """
     compiler_options = compile_options(strategy, platform or jax.default_backend())
     compiler_options |= options.pop("compiler_options", None) or {}

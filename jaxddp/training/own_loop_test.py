@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxddp
 from jaxddp.communication.buckets import TensorSpec
-from jaxddp.comparison_test import assert_near, grid, on_one_device, planned_collectives, refusal
+from jaxddp.comparison_test import assert_near, drawn, grid, on_one_device, planned_collectives, refusal
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = [jaxddp.naive(), jaxddp.flat(), jaxddp.overlapped(), jaxddp.bucketed(6e-4)]
@@ -22,14 +22,11 @@ by_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: on
 
 
 def make_params():
-    rng = np.random.default_rng(0)
-    shapes = {"up": (8, 12), "down": (12, 1), "bias": (1,), "unused": (3,)}  # a bucket holds 629 bytes: up has its own
-    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    return drawn(up=(8, 12), down=(12, 1), bias=1, unused=3)  # a bucket holds 629 bytes: up has its own
 
 
 def make_batch(step=0, rows=16):
-    rng = np.random.default_rng([1, step])
-    return {"x": rng.normal(size=(rows, 8)), "y": rng.normal(size=(rows, 1))}
+    return drawn([1, step], x=(rows, 8), y=(rows, 1))
 
 
 def errors(params, batch):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import jaxddp
 from jaxddp import targets
 from jaxddp.checkpoint.checkpoints_test import assert_restored_elsewhere
-from jaxddp.comparison_test import assert_near, grid, mostly_full, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, drawn, grid, mostly_full, on_one_device, refusal, trained
 from jaxddp.instruments.schedule import read_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -46,8 +46,7 @@ def model():
 
 
 def batches(count=4):
-    rng = np.random.default_rng(1)
-    return [{"x": rng.normal(size=(16, 7)), "y": rng.normal(size=(16, 3))} for _ in range(count)]
+    return [drawn(step + 1, x=(16, 7), y=(16, 3)) for step in range(count)]
 
 
 @pytest.mark.parametrize(("name", "shape"), mostly_full(QUICK, itertools.product(STRATEGIES, ((2, 2), (4, 2), (2, 4)))))
@@ -90,9 +89,7 @@ def test_what_xla_adds_along_other_axes_is_not_counted_and_the_state_stays_in_pl
         hidden = batch["x"] @ params["up"] + params["bias"]
         return jnp.mean((jnp.tanh(hidden - hidden.mean(0)) @ params["down"]) ** 2), 0.9 * mean + 0.1 * hidden.mean(0)
 
-    rng = np.random.default_rng(0)
-    shapes = {"up": (7, 8), "bias": (8,), "down": (8, 6)}
-    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    params = drawn(up=(7, 8), bias=8, down=(8, 6))
     specs = {"up": P(None, "model"), "bias": P(), "down": P(None, "model")}
     trainer = jaxddp.Trainer(
         loss_fn, optimizer, STRATEGIES[strategy], grid(2, 2), param_specs=specs, has_state=True, nonfinite="skip"

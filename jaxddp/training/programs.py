@@ -46,11 +46,7 @@ def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
 
 
 def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
-    """What compiles for a mesh.
-
-    Raises:
-        ValueError: If the mesh has no devices and nothing is registered that compiles for it.
-    """
+    """What compiles for a mesh; a ValueError if it has no devices and nothing is registered that compiles for it."""
     if isinstance(mesh, Mesh):
 
         def compile_here(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:

@@ -106,19 +106,10 @@ def shard_optimizer(
 
 
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
-    """The partition specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``.
+    """The partition specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``; a tree like it.
 
-    Args:
-        optimizer: The optimizer that was wrapped.
-        params: A tree of full arrays or ``jax.ShapeDtypeStruct``.
-        num_ranks: Number of ranks.
-        axis: Name of the mesh axis.
-
-    Returns:
-        A tree of ``PartitionSpec`` like the state.
-
-    Raises:
-        ValueError: If the optimizer is not element-wise.
+    ``optimizer`` is the one that was wrapped, and ``params`` a tree of full arrays or ``jax.ShapeDtypeStruct``. Raises
+    a ValueError if the optimizer is not element-wise.
     """
     found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxddp
-from jaxddp.comparison_test import NUM_EMPTY, assert_near, on_one_device, refusal
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, drawn, on_one_device, refusal
 from jaxddp.models.toy_test import build
 
 NUM_RANKS = 4
@@ -31,8 +31,7 @@ OPTIMIZERS = {
 @pytest.fixture
 def problem(x64):
     loss_fn, params = build("toy_unused")
-    rng = np.random.default_rng(0)
-    batches = [{"x": rng.normal(size=(8, 10)), "y": rng.normal(size=(8, 5))} for _ in range(NUM_STEPS)]
+    batches = [drawn(step, x=(8, 10), y=(8, 5)) for step in range(NUM_STEPS)]
     return loss_fn, jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params), batches
 
 

@@ -232,15 +232,8 @@ class Trainer:
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
 
-        Args:
-            params: A tree of arrays or ``jax.ShapeDtypeStruct``.
-            model_state: The same of the model state, with ``has_state``.
-
-        Returns:
-            A state of ``jax.ShapeDtypeStruct``.
-
-        Raises:
-            ValueError: As ``init``, for the parameters and the model state.
+        Takes what ``init`` takes, or ``jax.ShapeDtypeStruct`` in place of arrays, and refuses what ``init`` refuses of
+        it; gives a state of ``jax.ShapeDtypeStruct``.
         """
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
@@ -365,10 +358,8 @@ class Trainer:
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
-        It shares the rest with ``state``, which the next step donates.
-
-        Raises:
-            ValueError: If the optimizer keeps no average, or several: chain ``jaxddp.params_ema``.
+        It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer keeps no
+        average, or several: chain ``jaxddp.params_ema``.
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
@@ -397,16 +388,9 @@ class Trainer:
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
-        Args:
-            state: As from ``init``; arrays or ``jax.ShapeDtypeStruct``.
-            batch: The global batch; arrays or ``jax.ShapeDtypeStruct``.
-
-        Returns:
-            The executable that ``step`` runs; on the mesh of a target, what it would run there.
-
-        Raises:
-            ValueError: If the batch cannot be split over ranks and micro-batches, or a target's compiler is missing or
-                refuses.
+        State and global batch are of arrays or ``jax.ShapeDtypeStruct``. On the mesh of a target it is what would run
+        there. Raises a ValueError if the batch cannot be split over ranks and micro-batches, or a target's compiler is
+        missing or refuses.
         """
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
@@ -465,9 +449,8 @@ class Trainer:
     def programs(self, state: TrainState) -> Programs:
         """Gives the plans and programs of a state's model.
 
-        Raises:
-            ValueError: If it is no state of this trainer; under zero3, and with masters, one that neither ``init`` nor
-                ``abstract_state`` has made.
+        Raises a ValueError if it is no state of this trainer; under zero3, and with masters, also if neither ``init``
+        nor ``abstract_state`` has made it.
         """
         check_state(state)
         model = self._models.get(signature(state.params))

@@ -8,14 +8,13 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, compiled_as_planned, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, drawn, on_one_device, refusal
 from jaxddp.models.toy_test import build
 from jaxddp.training.jit_baseline import auto_step
 
 
 def regression_batch(length=24, seed=0):
-    rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(length, 10)).astype(np.float32), "y": rng.normal(size=(length, 5)).astype(np.float32)}
+    return drawn(seed, np.float32, x=(length, 10), y=(length, 5))
 
 
 def linear_loss(params, batch):
@@ -101,8 +100,7 @@ def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():
 
 
 def params_of(width):
-    rng = np.random.default_rng(width)
-    return {"up": rng.normal(size=(8, width)).astype("f"), "down": rng.normal(size=(width, 1)).astype("f")}
+    return drawn(width, "f", up=(8, width), down=(width, 1))
 
 
 def of_two_layers():

@@ -85,8 +85,7 @@ def count_examples(batch: Any) -> int:
 def host_arrays(batch: Any) -> Any:
     """Turns other frameworks' arrays in a batch, such as PyTorch's tensors, into NumPy's, without a copy.
 
-    Raises:
-        ValueError: If an integer does not fit into what JAX keeps of it, 32 bits without x64.
+    Refuses an integer that does not fit into what JAX keeps of it, 32 bits without x64.
     """
     leaves, structure = jax.tree.flatten(batch)
     for place, leaf in enumerate(leaves):

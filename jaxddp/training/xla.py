@@ -51,17 +51,9 @@ _AHEAD_IN_LOOPS_ON_TPUS = {
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
     """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
-    On CPUs and TPUs, and of strategies that all-reduce, the list of disabled passes replaces that of ``XLA_FLAGS``.
-
-    Args:
-        strategy: The strategy to be compiled.
-        platform: ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``.
-
-    Returns:
-        Option names and values.
-
-    Raises:
-        ValueError: If the platform is unknown.
+    On CPUs and TPUs, and of strategies that all-reduce, the list of disabled passes replaces that of ``XLA_FLAGS``. The
+    platform is ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``. Raises a
+    ValueError if it is another, or the strategy is none.
 
     Example:
         >>> import jaxddp

@@ -53,8 +53,7 @@ _REFUSAL = (
 def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     """Lays out an optimizer's state as a tree of ``Leaf``: what mirrors a parameter of ``updated`` is cut like it.
 
-    Raises:
-        ValueError: If an update or the state depends on elements at other places, or on shapes.
+    Refuses an optimizer whose update or state depends on elements at other places, or on shapes.
     """
     structs = jax.eval_shape(optimizer.init, jax.tree.map(_full, updated))
     with _blaming_shapes():

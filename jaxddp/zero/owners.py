@@ -94,8 +94,7 @@ class LeafOwners:
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
         """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
-        Raises:
-            ValueError: If an update or a leaf of the state depends on several parameters.
+        Refuses an optimizer if an update or a leaf of its state depends on several parameters.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import NUM_EMPTY, assert_near, compiled_as_planned, on_one_device, refusal
+from jaxddp.comparison_test import NUM_EMPTY, assert_near, compiled_as_planned, drawn, on_one_device, refusal
 from jaxddp.instruments.schedule import read_schedule
 from jaxddp.tree import named_leaves
 
@@ -118,8 +118,7 @@ def test_leaves_smaller_than_the_ranks_empty_and_scalar_train_as_on_one_device()
         return jnp.mean((x - batch["y"]) ** 2) + jnp.sum(params["empty"])
 
     params = {"w": jnp.ones((3, 2)), "scale": jnp.float32(0.5), "b": jnp.zeros(2), "empty": jnp.zeros((NUM_EMPTY, 4))}
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
+    batch = drawn(0, np.float32, x=(8, 3), y=(8, 2))
     optimizer = optax.adamw(0.1)
     expected = on_one_device(loss_fn, params, [batch], optimizer)
     for strategy in (jaxddp.zero1(), jaxddp.zero2(1e-6), jaxddp.zero3(min_shard_elements=0)):

@@ -243,13 +243,9 @@ def test_state_that_would_be_lost_is_refused(ranks, tmp_path, kind, expected):
     assert os.listdir(tmp_path) == []
 
 
-def one_process():
-    module = nn.Linear(2, 2)
-    return torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module)
-
-
 def test_a_mask_is_no_fault_and_a_buffer_of_nan_is(tmp_path):
-    trainer = one_process()
+    module = nn.Linear(2, 2)
+    trainer = torchref.Trainer(loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), module)
     trainer.net.register_buffer("mask", torch.full((2, 2), -torch.inf))
     trainer.net.register_buffer("table", torch.zeros(3), persistent=False)
     checkpoints = Checkpoints(tmp_path)

@@ -41,9 +41,8 @@ class RankState(NamedTuple):
     def of(cls, trainer: Trainer) -> RankState:
         """What this rank's trainer holds.
 
-        Raises:
-            ValueError: If ranks train apart, state of whole parameters is on single ranks, the optimizer updates other
-                parameters than the module's, or keeps what is neither tensor nor number.
+        Refused is one whose ranks train apart, with state of whole parameters on single ranks, or with an optimizer
+        that updates other parameters than the module's, or keeps what is neither tensor nor number.
         """
         net: Any = trainer.net
         optimizer: Any = trainer.optimizer.optimizer if trainer.optimizer is net else trainer.optimizer

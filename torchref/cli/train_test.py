@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from unittest import mock
 
 import numpy as np
@@ -15,6 +14,7 @@ from jaxddp.sizes import SIZES, TransformerConfig
 from torchref.__main__ import main
 from torchref.cli.train_program import train
 from torchref.registry import STRATEGIES
+from torchref.script_test import free_port
 
 SMALL = TransformerConfig(vocab=256, context=16, width=16, num_layers=1, num_heads=2, hidden=32)
 
@@ -146,9 +146,3 @@ def test_the_state_before_is_kept_and_skips_are_counted(ranks, text, tmp_path):
     options |= {"optimizer": "sgd", "learning_rate": 1e30, "nonfinite": "skip"}  # step 1 alone is finite
     fails(ranks, tmp_path, r"loss \(=.*\) and gradient norm \(=.*\) of step 11 must be finite", options)
     assert names_in(tmp_path / "ck") == ["11.nonfinite"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -13,9 +13,13 @@ from torchref.models.transformer import _linear
 
 
 class ToyMLP(nn.Module):
-    def __init__(self, in_features: int, hidden: int, out_features: int):
+    """If asked, with a matrix that the forward never uses: the backward leaves its ``.grad`` None."""
+
+    def __init__(self, in_features: int, hidden: int, out_features: int, has_unused=False):
         super().__init__()
         self.up = _linear(in_features, hidden)
+        if has_unused:
+            self.unused = _linear(hidden, hidden)
         self.norm = nn.LayerNorm(hidden, eps=1e-5)
         self.down = _linear(hidden, out_features)
 
@@ -48,22 +52,11 @@ class FrozenToy(nn.Module):
         return self.down(self.norm(F.relu(self.frozen(x))))
 
 
-class UnusedToy(ToyMLP):
-    """A matrix in the middle that the forward never uses: the backward leaves its ``.grad`` None."""
-
-    def __init__(self, in_features: int, hidden: int, out_features: int):
-        nn.Module.__init__(self)
-        self.up = _linear(in_features, hidden)
-        self.unused = _linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden, eps=1e-5)
-        self.down = _linear(hidden, out_features)
-
-
 TOYS = {
     "toy": lambda: ToyMLP(10, 16, 5),
     "toy_tied": lambda: TiedToy(10, 16),
     "toy_frozen": lambda: FrozenToy(10, 16, 5),
-    "toy_unused": lambda: UnusedToy(10, 16, 5),
+    "toy_unused": lambda: ToyMLP(10, 16, 5, has_unused=True),
 }
 
 
