@@ -68,11 +68,12 @@ _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") -> Strategy:
     """Shards parameters: all-gathers them, and reduce-scatters their gradients, unit by unit.
 
-    Raises a ValueError if a number is out of range.
-
     Args:
         min_shard_elements: Parameters with fewer elements stay full on every rank; their gradients are all-reduced.
         bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
+
+    Raises:
+        ValueError: If a number is out of range.
     """
     least = max(check_integer("min_shard_elements", min_shard_elements, least=0), 1)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first step

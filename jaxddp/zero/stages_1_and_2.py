@@ -56,13 +56,14 @@ Part = Literal["elements", "leaves"]
 def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
-    Raises a ValueError if a cap, the rule or ``shard`` is out of range.
-
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
         rule: When a bucket closes; see ``plan_buckets``.
         shard: ``"elements"``: each rank updates 1/N of every parameter, for an element-wise optimizer. ``"leaves"``:
             each whole parameter belongs to one rank, for one that updates them one by one; see ``owners.py``.
+
+    Raises:
+        ValueError: If a cap, the rule or ``shard`` is out of range.
     """
     return _strategy("zero1", bucket_mb, rule, shard, each_microbatch=False)
 
