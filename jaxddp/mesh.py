@@ -4,11 +4,7 @@ A rank is one device of a mesh with the axis ``"data"``, or ``"replica"`` and ``
 on the CPU, an accelerator of one machine, or of several processes. Only this file makes meshes.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .arguments import check_integer
@@ -107,8 +103,3 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return mesh.abstract_device.platform
     return mesh.devices.flat[0].platform
-
-
-def no_mesh() -> AbstractContextManager[Any]:
-    """Puts the mesh out of force that the caller has set by ``jax.set_mesh``, for what runs on other devices."""
-    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))

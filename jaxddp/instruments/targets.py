@@ -26,10 +26,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from ..communication.buckets import BucketPlan
 from ..ddp import naive
-from ..mesh import DATA_AXIS, axes_of_ranks, no_mesh
+from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
 from ..plugins import cuda_plugins, devices
-from ..training.programs import register_compiler
+from ..training.programs import no_mesh, register_compiler
 from ..training.train import Trainer, TrainState
 
 TIMEOUT_S = 600.0

@@ -21,9 +21,10 @@ from ..arguments import check_integer
 from ..checkpoint.host_state import to_host
 from ..checkpoint.interop import to_numpy
 from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
-from ..mesh import data_mesh, no_mesh
+from ..mesh import data_mesh
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
+from ..training.programs import no_mesh
 from ..training.train import Trainer, TrainState
 from ..tree import is_key, like, merge, named_leaves, split
 from .comparing import cast, difference, has_unlike_copies, wide_enough

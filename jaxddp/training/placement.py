@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..communication.collectives import Axis
 from ..layout import Leaf
-from ..mesh import no_mesh
 from ..tree import is_key, named_leaves
+from .programs import no_mesh
 
 PIECE_BYTES = 2**25
 """Size of the pieces in which process 0 broadcasts an array."""

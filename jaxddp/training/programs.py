@@ -7,6 +7,7 @@ devices registers what compiles for it.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from ..communication.planned import Planned, planned_along, planned_exchange, tr
 from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
 from ..loss import Measure
-from ..mesh import no_mesh, platform_of
+from ..mesh import platform_of
 from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
@@ -48,16 +49,16 @@ def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
 def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
     """What compiles for a mesh; a ValueError if it has no devices and nothing is registered that compiles for it."""
     if isinstance(mesh, Mesh):
-
-        def compile_here(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
-            with no_mesh():
-                return jax.jit(function, **options).lower(*args).compile()
-
-        return compile_here
+        return lambda function, args, **options: jax.jit(function, **options).lower(*args).compile()
     compiler = _COMPILERS.get(mesh.abstract_device)
     if compiler is None:
         raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
     return compiler
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """Puts the mesh out of force that the caller has set by ``jax.set_mesh``, for what runs on other devices."""
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 class Programs:
@@ -182,7 +183,8 @@ class Programs:
         key = "step", signature(state, abstract(batch))
         if key not in self._programs:
             function, args, options = self.step_function(state, batch)
-            self._programs[key] = self._compile(function, args, **options)
+            with no_mesh():
+                self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
     def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
@@ -193,7 +195,8 @@ class Programs:
             if measure is not None:
                 on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
             function, args, options = self._over_mesh(on_rank, state, batch)
-            self._programs[key] = self._compile(function, args, **options)
+            with no_mesh():
+                self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]
 
     def _over_mesh(self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False) -> StepFunction:

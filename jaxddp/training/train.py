@@ -26,7 +26,7 @@ from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
 from ..layout import whole
 from ..loss import Measure, partial_loss
-from ..mesh import DATA_AXIS, no_mesh, rank_axis
+from ..mesh import DATA_AXIS, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, merge, named_leaves, split
@@ -36,7 +36,7 @@ from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC
 from .placement import describe, from_first_process, full_arrays, place
-from .programs import Programs, compiler_of
+from .programs import Programs, compiler_of, no_mesh
 from .replicas import compare_replicas
 from .step import Run, TrainState as TrainState
 from .validation import (

@@ -21,9 +21,10 @@ def check_state(state: TrainState) -> tuple[list[Any], Any]:
             f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
         )
     leaves, structure = jax.tree.flatten(state)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise ValueError("state must not be traced: a trainer compiles by itself; Trainer.compile gives the program")
-    gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]
+    try:
+        gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]
+    except jax.errors.ConcretizationTypeError as error:
+        raise ValueError("state must not be traced: a trainer compiles; Trainer.compile gives the program") from error
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
