@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import re
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -90,7 +91,8 @@ class DataParallel(nn.Module, abc.ABC):
         self.num_ranks, self.require_backward_grad_sync = dist.get_world_size(process_group), True
         self.broadcasts_buffers = broadcast_buffers and self.num_ranks > 1
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
-        chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers}
+        hook = re.sub(r" at 0x[0-9a-f]+", "", str(getattr(self, "_hook", None)))
+        chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers, "hook": hook}
         check_alike(chosen | _describe(module), process_group)
         specs = [tensor_spec(name, p) for name, p in reversed(self._trained.items()) if name not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing

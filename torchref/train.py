@@ -23,6 +23,7 @@ from .agreement import check_alike, refuse
 from .clipping import clip_to_norm_, global_norm
 from .loss import as_part
 from .strategy import DataParallel
+from .zero.optimizers import describe_optimizer
 from .zero.owners import ShardedOptimizer
 
 Batch = Any  # a tensor, or a dictionary, tuple or list of them; dimension 0 of each counts examples
@@ -110,8 +111,10 @@ class Trainer:
         """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""
         if self._parallel is not None:
             if not self._agreed:
-                options = ("num_microbatches", "max_grad_norm", "nonfinite")
-                check_alike({name: getattr(self, name) for name in options}, self._parallel.process_group)
+                alike = {name: getattr(self, name) for name in ("num_microbatches", "max_grad_norm", "nonfinite")}
+                if isinstance(self.optimizer, torch.optim.Optimizer):  # others compare what they wrap
+                    alike |= describe_optimizer(self.optimizer)
+                check_alike(alike, self._parallel.process_group)
                 self._agreed = True
             self._parallel.discard_pass()
         self.net.zero_grad(set_to_none=True)

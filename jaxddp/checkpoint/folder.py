@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from ..arguments import check_integer
+from ..processes.watchdog import begin_step, end_step
 
 T = TypeVar("T")
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
@@ -122,6 +123,9 @@ class CheckpointFolder(abc.ABC):
         number, count = self._place
         if count == 1:
             return function()
+        if number == 0:  # it begins what the others wait for: it may take long, and waits for nobody
+            begin_step(is_call=True)
+            end_step()
         found: Any = None
         raised: Exception | None = None
         said: dict[str, Any] = {"raised": ("OSError", f"{self.one} {number} was interrupted")}
@@ -132,7 +136,10 @@ class CheckpointFolder(abc.ABC):
             kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), type(error).__name__)
             raised, said = error, {"raised": (kind, str(error))}
         finally:
+            if number > 0:
+                begin_step(is_call=True)
             answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
+            end_step()
         errors = [answer.get("raised") for answer in answers]
         if not any(errors):
             return found if each else answers[0]["found"]

@@ -83,7 +83,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
 
     def number(name: str, default: int | None = None) -> int:
         text = environment.get(name, "" if default is None else str(default))
-        if not text.isdigit():
+        if not text.isdigit() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES"))):
             raise ValueError(f"{name} (={text!r}) must be a number, as other variables of a job are set")
         return int(text)
 
@@ -168,4 +168,6 @@ def _checked(job: Job) -> Job:
         raise ValueError(
             f"process_id (={job.process_id}) must be at least 0 and below num_processes (={job.num_processes})"
         )
+    if job.port > 65535:
+        raise ValueError(f"port (={job.port}) of the coordinator must be at most 65535")
     return job

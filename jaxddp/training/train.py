@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, merge, named_leaves, split
 from ..zero.elementwise import describe_update
-from .agreement import BATCH_S, check_alike
+from .agreement import BATCH_S, check_alike, gather_texts
 from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC
@@ -308,7 +309,11 @@ class Trainer:
     def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         model, state = self.programs(state), with_arrays(state)
         batch = self._agree(model, host_arrays(batch), 1)
-        return self._run(model, model.evaluate(state, batch, measure), state, batch)
+        program = model.evaluate(state, batch, measure)
+        if jax.process_count() > 1 and (measure, signature(batch)) not in self._agreed:  # else measures would be mixed
+            check_alike({"what evaluate measures": str(describe(program.out_info))}, BATCH_S)
+            self._agreed.add((measure, signature(batch)))
+        return self._run(model, program, state, batch)
 
     def _run(self, model: Programs, program: Any, state: TrainState, batch: Any, is_call: bool = True) -> Any:
         with self._watched(is_call) as results:
@@ -506,7 +511,7 @@ class Trainer:
         """What must be alike in all processes, apart from parameters and batches."""
         names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite".split()
         options = {name: str(getattr(self, name)) for name in names}
-        layout = f"{self.strategy.layout} {self.strategy.hook}".partition(" at 0x")[0]
+        layout = re.sub(r" at 0x[0-9a-f]+", "", f"{self.strategy.layout} {self.strategy.hook}")
         versions = {"jaxddp": __version__, "jax": jax.__version__}
         ranks = {"num_ranks": self.num_ranks, "num_shards": self.ranks.num_shards}
         return options | versions | {"strategy": self.strategy.name, "layout": layout} | ranks
@@ -520,6 +525,7 @@ class Trainer:
             if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
                 check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
+                self._compare_rows(held)
             batch = self._place(model, batch)
             if is_new and state is not None:
                 alike = {}
@@ -531,6 +537,16 @@ class Trainer:
             self._agreed.add(key)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
         return self._place(model, batch)
+
+    def _compare_rows(self, batch: Any) -> None:
+        """Refuses processes that have the same ranks, along other axes of the mesh, and other rows for them."""
+        places = self.batch_sharding.addressable_devices_indices_map((self.num_ranks,))
+        ranks = str(sorted({index[0].start or 0 for index in places.values() if index}))
+        rows = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(batch) if not is_global(leaf)]
+        said = [text.split("=") for text in gather_texts(f"{ranks}={zlib.crc32(b''.join(rows))}", BATCH_S)]
+        for number, (theirs, checksum) in enumerate(said):
+            if checksum != next(one for ranks, one in said if ranks == theirs):
+                raise ValueError(f"batch of process {number} must be the same as of another with ranks {theirs}")
 
     def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""

@@ -14,7 +14,7 @@ from jaxddp.processes.watchdog import STATUS
 
 WORKER = """
 import json, sys, time
-import jax.numpy as jnp, numpy as np, optax
+import jax, jax.numpy as jnp, numpy as np, optax
 import jaxddp
 
 address, process_id, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -24,13 +24,16 @@ if kinds in ("0", "1"):
 jaxddp.start_process(address, 2, process_id)
 
 def run(kind):
+    if kind == "twice":
+        jaxddp.start_process(address, 2, process_id)
+
     def loss_fn(params, batch):
         is_unlike = kind == "constant" or (kind == "second" and "d" in params)
         last = np.array([1, 2 + process_id if is_unlike else 2], "f4")
         loss = jnp.mean((batch["x"] @ params["w"] + params["b"][0]) ** 2) + jnp.sum(params["c"] * last)
         return jaxddp.Weighted(loss * 4, 4) if process_id and kind == "weighted" else loss
 
-    strategy = jaxddp.bucketed()
+    strategy = jaxddp.bucketed(hook=(jaxddp.hooks.bf16, jaxddp.hooks.fp16)[process_id] if kind == "hook" else None)
     if process_id and kind == "strategy":
         strategy = jaxddp.zero1()
     if process_id and kind == "plan":
@@ -41,6 +44,12 @@ def run(kind):
         optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(rate, 0.0, 9), momentum=0.9),
     )
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
+    if kind == "across":  # the rank's devices are of both processes
+        axes, split = ("data", "model"), jax.sharding.PartitionSpec()
+        mesh = jax.sharding.Mesh(np.array([jax.devices()]), axes)
+        trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, axis="data", param_specs=split)
+        trainer.step(trainer.init({"w": np.ones((3, 2), "f4"), "b": np.zeros(2, "f4"), "c": np.zeros(2, "f4")}),
+                     {"x": np.full((4, 3), process_id, "f4")})
     params = {"w": np.ones((3, 2 + process_id if kind == "shape" else 2), "f4"), "b": np.zeros((2,), "f4")}
     params["c"] = np.zeros((2,), "f4")
     if kind == "name" and process_id:
@@ -50,6 +59,8 @@ def run(kind):
         raise LookupError("early")
     rows = 4 + 4 * process_id if kind == "rows" else 4
     state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
+    if kind == "measures":
+        trainer.evaluate(state, {"x": np.ones((4, 3))}, lambda params, b: {"ab"[process_id]: jaxddp.Sum(b["x"][:, 0])})
     if kind == "second":  # model, of the same trainer and batches
         trainer.step(trainer.init(params | {"d": params["w"]}), {"x": np.ones((rows, 3), "f4")})
     if kind in ("0", "1"):  # the process whose second batch has other rows
@@ -83,6 +94,10 @@ REFUSED = {
         ("constant", "weighted", "second"),
         r"results and constant gradients (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
     ),
+    "hook": "layout (='<function layout_full> <function fp16>' in process 1) must be .*, as in process 0",
+    "measures": "what evaluate measures (=.* in process 1) must be .*, as in process 0",
+    "across": "batch of process 1 must be the same as of another with ranks [0]",
+    "twice": "this process has joined its job before, and can do so once",
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
 }
 

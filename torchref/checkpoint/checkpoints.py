@@ -9,7 +9,6 @@ Assumption: rank 0's host has memory for the whole state while it is written. No
 tensor beside its shards.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -114,16 +113,4 @@ class Checkpoints(CheckpointFolder):
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
 
     def _exchange(self, text: str) -> list[str]:
-        if rank() > 0:
-            begin_step(is_call=True)
-        texts = gather_texts(text, self._group)
-        if rank() > 0:
-            end_step()
-        return texts
-
-    def _together(self, function: Callable[[], T], each: bool = False) -> T:
-        """Tells the watchdog that rank 0 has begun what the others wait for: it may take long, and waits for nobody."""
-        if rank() == 0 and num_ranks() > 1:
-            begin_step(is_call=True)
-            end_step()
-        return super()._together(function, each)
+        return gather_texts(text, self._group)
