@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
+from torchref.communication.hooks import bf16
 from torchref.passes_test import model, refused, wrap
 
 TRAINED = "2.weight [2, 4] float32 trained"
@@ -52,6 +53,7 @@ def wrap_otherwise():
         ("strategy (='FlatDDP' in rank 1) must be 'BucketedDDP', as in rank 0", torchref.FlatDDP, {}),
         ("plan (='4 buckets, checksum ", torchref.BucketedDDP, {"bucket_mb": 1e-6}),
         ("broadcast_buffers (=False in rank 1) must be ", torchref.BucketedDDP, {"broadcast_buffers": False}),
+        ("hook (='<function bf16>' in rank 1) must be '<fu", torchref.BucketedDDP, {"hook": bf16}),
     ):
         make = functools.partial(cls, **options) if is_other else torchref.BucketedDDP
         assert refused(lambda make=make: make(model()), said)
@@ -71,9 +73,10 @@ def train_otherwise():
         ("num_microbatches (=2 in rank 1) must be 1, as in rank 0", mean, 1 + is_other, 4),
         ("batch (='5 examples' in rank 1) must be '4 examples', as in rank 0, unless", mean, 1, 4 + is_other),
         ("", weighted, 1, 4 + is_other),
+        ("lr of group 0 (=1 in rank 1) must be 0.1, as in rank 0", mean, 1, 4),
     ):
         net = torchref.BucketedDDP(model())
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1 if is_other and said.startswith("lr") else 0.1)
         trainer = torchref.Trainer(loss_fn, optimizer, net, num_microbatches=parts)
         is_refused = refused(lambda trainer=trainer, rows=rows: trainer.step({"x": torch.ones(rows, 3)}), said)
         assert bool(is_refused) == bool(said)

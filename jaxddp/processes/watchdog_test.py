@@ -32,6 +32,9 @@ def train():
     if step > {STEP} and fault.startswith("evaluation"):
         trainer.evaluate(state, np.ones((2, 2), np.float32))
         return
+    if step > {STEP} and fault.startswith("save"):
+        jaxddp.Checkpoints(sys.argv[0] + ".saved").save(trainer, state)
+        return
     state, _ = trainer.step(state, np.ones((2, 2), np.float32))
 """
 TORCH = f"""
@@ -150,6 +153,7 @@ SLOW = [
     ("torch", "leaves", 1, "process 1 failed, its last step 0: error: no luck"),
     ("jaxddp", "exits", 1, "process 1 has ended, its last step 3, and others began step 4"),
     ("jaxddp", "evaluation sleeps", 1, f"process 1 did not begin call 1 after step 3 within {STUCK_S:g} s of"),
+    ("jaxddp", "save sleeps", 1, f"process 1 did not begin call 1 after step 3 within {STUCK_S:g} s of"),
 ]  # fmt: skip
 
 
