@@ -46,6 +46,7 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
         found = [(_line(one), one) for one in _collectives(program, args, target).found]
         path = Path(request.path).parent / snapshot
         if request.config.getoption("--update-collectives"):
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(_counts(found).items())))
             return
         if not path.exists():

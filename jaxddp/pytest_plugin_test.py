@@ -35,7 +35,7 @@ def test_as_listed(assert_collectives):
 
 
 def test_as_before(assert_collectives_match):
-    assert_collectives_match(forward, (layers, x), "forward.collectives")
+    assert_collectives_match(forward, (layers, x), "new/f.collectives")
 """
 FAULTS = """
 
@@ -59,11 +59,11 @@ def test_of_a_loop_that_may_run_often(assert_collectives):
 
 
 def test_another_than_before(assert_collectives_match):
-    assert_collectives_match(lambda layers, x: forward(layers, x + jnp.sum(x)), (layers, x), "forward.collectives")
+    assert_collectives_match(lambda layers, x: forward(layers, x + jnp.sum(x)), (layers, x), "new/f.collectives")
 
 
 def test_one_more_than_before(assert_collectives_match):
-    assert_collectives_match(lambda layers, x: forward(layers, forward(layers, x)), (layers, x), "forward.collectives")
+    assert_collectives_match(lambda layers, x: forward(layers, forward(layers, x)), (layers, x), "new/f.collectives")
 """
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_integer
 from ..communication.buckets import MIB
 from ..network import Network
 from ..planning.chips import Target
@@ -125,7 +126,8 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
         return training_of(arguments.trainer)
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
-    training = transformer_training(SIZES[arguments.model], arguments.batch_per_device * num_devices)
+    num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
+    training = transformer_training(SIZES[arguments.model], num_sequences)
     return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
 
 
@@ -143,6 +145,8 @@ def training_of(spec: str) -> tuple[Any, ...]:
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
+    if not callable(make):
+        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5):
         raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")

@@ -166,6 +166,7 @@ def test_a_training_of_ones_own(own):
     [
         ("no_such_module:make", "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No"),
         ("own_training:none", "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module"),
+        ("own_training", "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make"),
         ("own_training:wrong", "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)"),
         ("own_training:huge", "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'"),
     ],

@@ -72,7 +72,11 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
-        check_integer("seed", self.seed, 0)
+        if check_integer("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed (={self.seed}) must be below 2^63")
+        if self.processes and (self.devices or self.batch_size) % self.processes:
+            shared = f"devices (={self.devices})" if self.devices else f"batch_size (={self.batch_size})"
+            raise ValueError(f"processes (={self.processes}) must divide {shared}")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
@@ -109,7 +113,9 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     """Trains, or starts the processes of a job that do; the launcher's exit status."""
     options = options_of(arguments)
-    if options.processes is not None and find_job() is None:  # the processes get the same command
+    if (job := find_job()) is not None and options.processes not in (None, job.num_processes):
+        raise ValueError(f"processes (={options.processes}) must be those of the job (={job.num_processes})")
+    if options.processes is not None and job is None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
@@ -209,9 +215,9 @@ def take_steps(
             if folder is not None and gives_up:  # the state before, where --resume does not find it
                 path = f"{options.checkpoint}/{step}.nonfinite"
                 with checkpoints(path) as aside:
-                    if aside.latest_step() is None:
+                    if is_first := aside.latest_step() is None:
                         training.save(aside, position)
-                say(f"the state before is kept in {path}")
+                say(f"the state before is kept in {path}" if is_first else f"{path} keeps that of an earlier run")
             elif folder is not None and (is_last or (is_due and num_skips == 0)):
                 training.save(folder, position)
             reports.append(StepReport(step, loss, validation_loss, seconds))
@@ -246,7 +252,7 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     complete = f"complete: {training.num_steps} of {options.steps} steps are taken"
-    say(complete if training.num_steps >= options.steps else f"resumed at step {step}")
+    say(complete if training.num_steps >= options.steps else f"resumed at step {training.num_steps}")
     return saved["examples"] // options.batch_size
 
 

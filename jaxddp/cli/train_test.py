@@ -33,6 +33,8 @@ BAD_INPUT = {
     "train --data /no/where": "data path '/no/where' must be a regular file",
     "train --devices 3": "batch_size (=32) must be divisible by devices x microbatches (=3 x 1)",
     "train --seed -1": "seed (=-1) must be a non-negative integer",
+    "train --seed 9223372036854775808": "seed (=9223372036854775808) must be below 2^63",
+    "train --processes 3": "processes (=3) must divide batch_size (=32)",
     "train --optimizer lion": "argument --optimizer: invalid choice: 'lion' (choose from ",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",
     "train --max-restarts 1": "max_restarts (=1) must come with processes",
@@ -53,12 +55,13 @@ def test_ranks_that_a_jobs_processes_cannot_share_evenly_are_one_line(capsys, mo
         monkeypatch.setenv(name, value)
     said = "devices (=3) must be divisible by the job's processes (=2)"
     assert_refused("train --devices 3 --batch-size 6", said, capsys)
+    assert_refused("train --processes 4", "processes (=4) must be those of the job (=2)", capsys)
 
 
 def test_every_option_is_a_flag(monkeypatch):
     seen: list[TrainOptions] = []
     monkeypatch.setattr("jaxddp.cli.train_program.train", lambda options, say: seen.append(options))
-    monkeypatch.setattr("jaxddp.cli.train.find_job", lambda: type("Job", (), {"process_id": 0}))  # starts no processes
+    monkeypatch.setattr("jaxddp.cli.train.find_job", lambda: type("Job", (), {"process_id": 0, "num_processes": 2}))
     kinds = {one.name: one.metadata for one in fields(TrainOptions) if one.name != "resume"}
     examples = {name: {int: 2, float: 1.5}.get(of["type"], (of["choices"] or ["x"])[-1]) for name, of in kinds.items()}
     everything = examples | {"batch_size": 12, "model": "lm_9m", "resume": True}

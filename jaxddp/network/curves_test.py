@@ -197,6 +197,7 @@ def test_what_nccl_tests_write_as_json_is_read(file):
     ("content", "said"),
     [
         ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
+        ({"us": {"all-reduce": {"8": [[1, 1.0], [2, math.nan], [3, 2.0]]}}}, "must have several sizes, with times"),
         ({"us": {"all-reduce": {"8": [[MIB, 2.0], [2 * MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
         ({"us": {"all-reduce": {"8": [[MIB, 5e-5], [2**30, 5e-3]]}}}, "times must be microseconds"),
         ({"us": {"all-reduce": {"8": [["1M", 5.0], ["2M", 7.0]]}}}, "must hold measured collectives"),

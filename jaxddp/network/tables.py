@@ -1,6 +1,7 @@
 """Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -129,7 +130,12 @@ def _of_times(times: _Times, source: str) -> Network:
         curve = tuple(sorted(by_size.items()))
         if kind not in KINDS:
             continue
-        if len(curve) < 2 or curve[-1][1] <= curve[0][1] or min(min(row) for row in curve) <= 0 or ranks < 2:
+        if (
+            len(curve) < 2
+            or not curve[-1][1] > curve[0][1]
+            or ranks < 2
+            or not all(0 < one < math.inf for row in curve for one in row)
+        ):
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
         curves[kind][ranks] = curve
     if not curves:

@@ -145,7 +145,7 @@ def _exposed_seconds(run: Run, forward_s: float, backward_s: float) -> float:
         case "naive":
             return seconds("all-reduce", tensors)
         case "sharded_optimizer":
-            updates = [4.0 * elements for elements in run.workload.tensor_elements]
+            updates = [float(run.param_bytes * elements) for elements in run.workload.tensor_elements]
             return seconds("all-reduce", tensors) + seconds("broadcast", updates)
     buckets = tensors
     if run.strategy != "overlapped":

@@ -106,6 +106,7 @@ def cluster_of(
         gb_per_s = _BOOK_GB_PER_S.get(chip.name, chip.link_gb_per_s / len(sides))
     found = network_of(target, gb_per_s, **network)
     if memory_bytes is not None:
+        check_positive("memory_bytes", memory_bytes)
         chip = replace(chip, memory_bytes=int(memory_bytes))
     if flops_per_s is not None:
         check_positive("flops_per_s", flops_per_s)

@@ -160,12 +160,13 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
-    """Bytes that each rank sends; zero1 and zero2 gather the updated parameters in their own dtype."""
+    """Bytes that each rank sends; updated parameters, where they are sent, in their own dtype."""
     # Others reduce the accumulated sum.
     reduced: Literal["every", "once"] = "every" if strategy in ("zero2", "zero3") else "once"
     gradients, parameters = formulas.traffic(strategy, num_microbatches, reduced)
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
-    param_bytes = job.per_parameter.parameter if strategy in ("zero1", "zero2") else element_bytes
+    is_master = strategy in ("zero1", "zero2", "sharded_optimizer")
+    param_bytes = job.per_parameter.parameter if is_master else element_bytes
     units = gradients * element_bytes + parameters * param_bytes
     return round(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
