@@ -230,7 +230,5 @@ def test_a_collective_may_wait_longer_than_a_rank_may_be_stuck(monkeypatch):
     init_from_env("gloo", f"127.0.0.1:{free_port()}", 1, 0, stuck_s=7200)
     try:
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds() > 7200
-        with pytest.raises(ValueError, match="^this process has joined a process group already"):
-            init_from_env()
     finally:
         dist.destroy_process_group()
