@@ -525,7 +525,8 @@ class Trainer:
             if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
                 check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
-                self._compare_rows(held)
+                if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
+                    self._compare_rows(held)
             batch = self._place(model, batch)
             if is_new and state is not None:
                 alike = {}

@@ -44,6 +44,10 @@ def run(kind):
         optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(rate, 0.0, 9), momentum=0.9),
     )
     trainer = jaxddp.Trainer(loss_fn, optimizer, strategy, jaxddp.data_mesh())
+    if kind == "none":  # a trainer of this process's own devices takes what rows it likes
+        mine = jaxddp.Trainer(loss_fn, optimizer, strategy, jax.sharding.Mesh(np.array(jax.local_devices()), ("data",)))
+        mine.step(mine.init({"w": np.ones((3, 2), "f4"), "b": np.zeros(2, "f4"), "c": np.zeros(2, "f4")}),
+                  {"x": np.full((4, 3), process_id, "f4")})
     if kind == "across":  # the rank's devices are of both processes
         axes, split = ("data", "model"), jax.sharding.PartitionSpec()
         mesh = jax.sharding.Mesh(np.array([jax.devices()]), axes)

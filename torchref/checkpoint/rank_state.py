@@ -25,7 +25,7 @@ from ..strategy import DataParallel
 from ..train import Trainer
 from ..zero import ShardedOptimizer
 
-_NUMBERS = ("step", "eta", "mu", "mu_product")  # of torch's optimizers, which no parameter's shape has
+_NUMBERS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers that is not cut, also of a scalar
 _DECIDE_STATE = ("amsgrad", "momentum", "centered")  # options without which an optimizer keeps less
 
 
