@@ -74,9 +74,6 @@ class TrainOptions:
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         if check_integer("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed (={self.seed}) must be below 2^63")
-        if self.processes and (self.devices or self.batch_size) % self.processes:
-            shared = f"devices (={self.devices})" if self.devices else f"batch_size (={self.batch_size})"
-            raise ValueError(f"processes (={self.processes}) must divide {shared}")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
@@ -116,6 +113,9 @@ def run(arguments: argparse.Namespace) -> int | None:
     if (job := find_job()) is not None and options.processes not in (None, job.num_processes):
         raise ValueError(f"processes (={options.processes}) must be those of the job (={job.num_processes})")
     if options.processes is not None and job is None:  # the processes get the same command
+        if (options.devices or options.batch_size) % options.processes:
+            shared = f"devices (={options.devices})" if options.devices else f"batch_size (={options.batch_size})"
+            raise ValueError(f"processes (={options.processes}) must divide {shared}")
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
