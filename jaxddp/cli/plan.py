@@ -19,6 +19,9 @@ XXL, CUSTOM = "xxl", "custom"
 _TARGET = "v5p:64"
 _SHAPE = ("vocab", "context", "width", "num_layers", "num_heads", "hidden")
 _STATES = {"fp32": FP32, "mixed": MIXED, "mixed-fp32-sums": MIXED_ACCUMULATED}
+# What numbers are multiplied with, by the end of their name, and the unit that they then have.
+_ENDS = {"_gb_per_s": (1, "GB/s"), "_per_s": (1e-12, "TFLOP/s"), "_s": (1e3, "ms"), "_us": (1, "us"), "_mb": (1, "MiB")}
+_SENTENCES = {"rates": "", "network_source": "network: "}  # among the assumptions
 _BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "latency_us", "file")
 
 
@@ -79,26 +82,31 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """A plan as a table."""
+    """A plan as a table, with what is said in sentences below it."""
+    sources = {name: found["assumptions"][name] for name in _SENTENCES if found["assumptions"][name]}
+    assumptions = {name: value for name, value in found["assumptions"].items() if name not in _SENTENCES}
     rows = {name: value for name, value in found.items() if name not in ("target", "notes")}
-    notes = [paragraph(f"Note: {note}.") for note in found["notes"]]
-    return "\n".join([f"{found['model']} on {found['target']}\n", table(("", ""), [*_rows(rows)], left=("",)), *notes])
+    micro_batch = f"{found['micro_batch']:,g} {'tokens' if found['model'] == XXL else 'sequences'} a rank"
+    text = table(("", ""), [*_rows(rows | {"micro_batch": micro_batch, "assumptions": assumptions})], left=("",))
+    notes = [f"Note: {note}." for note in found["notes"]] + [f"{_SENTENCES[name]}{sources[name]}." for name in sources]
+    return "\n".join([f"{found['model']} on {found['target']}\n", text, *map(paragraph, notes)])
 
 
-def _rows(found: Mapping[str, Any], indent: str = "", unit: str = "") -> Iterator[tuple[str, str]]:
-    """Names and numbers, in the unit that the name says, or that of the group which they are part of."""
+def _rows(found: Mapping[str, Any], indent: str = "", of: str = "") -> Iterator[tuple[str, str]]:
+    """Names and numbers, in the unit that the name ends with, or that of the group which they are part of."""
     for name, value in found.items():
-        is_time = name.endswith("_s") and not name.endswith("per_s")
-        of, words = "ms" if is_time else "bytes" if "bytes" in name else unit, name.replace("_", " ")
-        label = f"{indent}{words.removesuffix(' s') if is_time else words}"
+        ends = next((end for end in _ENDS if name.endswith(end)), "")
+        unit = ends or ("bytes" if "bytes" in name else of)
+        label = indent + name.removesuffix(ends).replace("_", " ")
         if isinstance(value, Mapping):
             yield label, ""
-            yield from _rows(value, f"{indent}  ", of)
+            yield from _rows(value, f"{indent}  ", unit)
         elif value is None or isinstance(value, (str, bool)):
             yield label, value if isinstance(value, str) else {None: "none", True: "yes", False: "no"}[value]
-        elif of == "ms":
-            yield label, f"{value * 1e3:.4g} ms"
-        elif of == "bytes" and value >= 1e5:
+        elif unit in _ENDS:
+            scale, symbol = _ENDS[unit]
+            yield label, f"{value * scale:.4g} {symbol}"
+        elif unit == "bytes" and value >= 1e5:
             yield label, f"{value / 1e9:.2f} GB" if value >= 1e7 else f"{value / 1e6:.3g} MB"
         else:
             yield label, f"{value:,.{0 if value == int(value) else 3}f}"

@@ -142,7 +142,7 @@ def test_the_book_as_a_reader_sees_it():
     assert found >= {
         "fits yes", "total 70.29 GB", "available 95.00 GB", "activations 11.83 GB", "accumulation steps 1",
         "min devices 48", "compute bound yes", "min tokens 25,302", "compute 377.9 ms", "tokens 16,594",
-        "zero3 309.16 GB", "flops per s 460,000,000,000,000", "passes forward",
+        "zero3 309.16 GB", "flops 460 TFLOP/s", "link 180 GB/s", "latency 15 us", "passes forward",
     }  # fmt: skip
     assert "Note" not in text
 

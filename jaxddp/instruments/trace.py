@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,14 +125,13 @@ class Trace:
         return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
 
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them; they never fall."""
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them."""
         found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
         known = [(key, min(times)) for key, times in self.collectives().items()]
         sized = [one for one in known if one[0][0] in KINDS and one[0][1] and (one[0][2] or 0) > 1]
-        for (kind, num_ranks), alike in groupby(reversed(sized), key=lambda one: (one[0][0], one[0][2])):
-            sizes, times = zip(*((num_bytes, shortest) for (_, num_bytes, _), shortest in alike), strict=True)
-            curve = [*zip(sizes, accumulate(times, min), strict=True)][::-1]
-            if curve[-1][1] > curve[0][1] > 0:
+        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one[0][0], one[0][2])):
+            curve = [(num_bytes, shortest) for (_, num_bytes, _), shortest in alike]
+            if curve[-1][1] > min(shortest for _, shortest in curve) > 0:
                 found[kind][str(num_ranks)] = curve
         if not found:
             raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")

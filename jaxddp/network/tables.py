@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,13 @@ def _times_of_chip(chip: str, without_own: bool) -> tuple[_Times, str]:
 
 
 def _times_of_table(table: Any) -> _Times:
-    return {
-        (kind, int(ranks)): {float(size): us * 1e-6 for size, us in rows}
-        for kind, by_ranks in table.items() for ranks, rows in by_ranks.items()
-    }  # fmt: skip
+    return _shortest(
+        (kind, int(ranks), float(size), us * 1e-6)
+        for kind, by_ranks in table.items() for ranks, rows in by_ranks.items() for size, us in rows
+    )  # fmt: skip
 
 
-def _shortest(rows: Iterable[tuple[str, int, int, float]]) -> _Times:
+def _shortest(rows: Iterable[tuple[str, int, float, float]]) -> _Times:
     times: _Times = defaultdict(dict)
     for name, ranks, size, seconds in rows:
         of_sizes = times[name.replace("_", "-"), ranks]
@@ -127,17 +128,19 @@ def _of_times(times: _Times, source: str) -> Network:
     """A network of curves; its two numbers are those of the most ranks' all-reduce, or of another kind without one."""
     curves: dict[str, dict[int, Rows]] = defaultdict(dict)
     for (kind, ranks), by_size in sorted(times.items()):
-        curve = tuple(sorted(by_size.items()))
         if kind not in KINDS:
             continue
+        largest_first = sorted(by_size.items(), reverse=True)
+        # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
+        seconds = [*accumulate((one for _, one in largest_first), min)]
         if (
-            len(curve) < 2
-            or not curve[-1][1] > curve[0][1]
+            len(seconds) < 2
+            or not seconds[0] > seconds[-1]
             or ranks < 2
-            or not all(0 < one < math.inf for row in curve for one in row)
+            or not all(0 < one < math.inf for row in largest_first for one in row)
         ):
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-        curves[kind][ranks] = curve
+        curves[kind][ranks] = tuple(zip(sorted(by_size), reversed(seconds), strict=True))
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
     kind = "all-reduce" if "all-reduce" in curves else next(iter(curves))
