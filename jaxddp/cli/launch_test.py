@@ -39,6 +39,8 @@ if how in ("fork", "child") and rank == 1:
         child = subprocess.Popen(["sleep", "60"])
         open(f"{folder}/child", "w").write(str(child.pid))
         how == "fork" and time.sleep(60)
+    while not os.path.exists(f"{folder}/child") or not os.path.getsize(f"{folder}/child"):
+        time.sleep(0.01)
 if how == "stopped" and rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
 if how == "stopped":
