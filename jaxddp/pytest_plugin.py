@@ -51,7 +51,7 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
             return
         if not path.exists():
             pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
-        lines = (text.partition(" x ") for text in path.read_text().splitlines())
+        lines = (text.partition(" x ") for text in filter(None, path.read_text().splitlines()))
         _fail_if_other(Counter({line: int(count) for count, _, line in lines}), found)
 
     return check
@@ -76,7 +76,8 @@ def check_collectives(
             iteration. None: any.
         target: Machines that are not here, such as ``h100:8``.
         not_in_loops: Kinds that must not stand in a loop.
-        reduced_once: Whether no reduction may stand in a loop over micro-batches.
+        reduced_once: Whether no reduction may stand in a loop over micro-batches, which is one that holds forward and
+            backward: a loop differentiated as a whole looks like one over layers.
         max_bytes: Of the full buffers of all collectives together.
     """
     __tracebackhide__ = True
@@ -128,6 +129,6 @@ def _line(one: Any) -> str:
     from .instruments.collectives import loops_of
 
     axes = "?" if one.axes is None else ", ".join(one.axes)
-    loops = f", in {loops_of(one)}" if one.loops else ""
+    loops = f", in {loops_of(one)}" * bool(one.loops) + ", in a branch" * one.is_conditional
     size = f"{one.num_bytes} bytes {one.dtype}"
     return f"{one.kind} of {size} over {axes} ({one.num_ranks}), {one.phase}{loops}"

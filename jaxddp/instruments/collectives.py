@@ -23,8 +23,9 @@ from jax.sharding import AbstractMesh, Mesh
 from ..table import table
 from . import targets
 from .hlo import HLOError
-from .schedule import REDUCTIONS, Operation, phase_of_name, read_schedule
+from .schedule import REDUCTIONS, Collective, Operation, phase_of_name, read_schedule
 
+_STAGES = jax.stages.Compiled | jax.stages.Traced | targets.TargetProgram
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
 
@@ -42,7 +43,7 @@ class Found:
     kind: str  # such as "all-reduce"
     num_bytes: int  # of the full buffer of one: the input of a reduce-scatter, the output of an all-gather
     dtype: str  # of the buffer, in HLO's spelling
-    num_ranks: int  # devices that take part in one
+    num_ranks: int  # devices that take part in one; of a permutation, all along its axes where a mesh says so
     axes: tuple[str, ...] | None  # the mesh axes that they lie along; None where no mesh is known that says so
     count: int  # how often in one call, with all iterations of the loops around it; at most, if it is in a branch
     phase: str  # "forward", "backward" or "optimizer"
@@ -97,7 +98,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
 
     Args:
         program: A function, jitted or not (``jax.jit``, ``jax.shard_map``, ``nnx.jit``); or one that is lowered or
-            compiled already; or a file, or the text, of a scheduled HLO module.
+            compiled already, or traced; or a file, or the text, of a scheduled HLO module.
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
@@ -108,7 +109,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
     """
     mesh, compiled = None, program
-    if callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram):
+    if callable(program) and not isinstance(program, _STAGES):
         jitted = program if hasattr(program, "trace") else jax.jit(program)  # pmap has none
         traced = jitted.trace(*args, **kwargs)
         traced = getattr(traced, "traced", traced)  # of nnx.jit
@@ -122,6 +123,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
                 compiled = targets.start_compile_traced(machine, traced, early).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
+    elif isinstance(program, jax.stages.Traced):
+        compiled = program.lower().compile()
     elif hasattr(program, "compile"):
         compiled = program.compile()
     elif isinstance(program, (str, os.PathLike)):
@@ -141,22 +144,22 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
 
 
 def _read(
-    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any
+    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any, is_conditional: bool = False
 ) -> Iterator[tuple[Found, int]]:
     """Gives the collectives of operations that run so many times in one call, and how often each runs."""
     done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
     for place, one in enumerate(operations):
         if one.body:
             inside = (*loops, Loop(_kind_of(one), one.trips)) if one.is_loop else loops
-            yield from _read(one.body, inside, times * one.trips, axes_of)
+            yield from _read(one.body, inside, times * one.trips, axes_of, is_conditional or one.is_conditional)
         if (sent := one.starts) is None or len(sent.group) == 1:
             continue
         between = operations[place + 1 : done.get(one.name, place)]
         # The name goes before the place: XLA pipelines some to places among operations of other phases.
         phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
         is_hidden = any(other.total_work.flops for other in between)
-        about = sent.kind, sent.num_bytes, sent.dtype, len(sent.group), axes_of(sent.group)
-        yield Found(*about, 0, phase, loops, is_hidden, sent.source, sent.is_conditional), times
+        about = sent.kind, sent.num_bytes, sent.dtype, *axes_of(sent)
+        yield Found(*about, 0, phase, loops, is_hidden, sent.source, is_conditional), times
 
 
 def _kind_of(loop: Operation) -> str:
@@ -168,13 +171,16 @@ def _kind_of(loop: Operation) -> str:
     return MICROBATCHES if any("transpose(" in one.op_name for one in loop.body) else LOOP
 
 
-def _axes_of(mesh: Mesh | AbstractMesh | None, num_devices: int, group: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The axes of a mesh along which the devices of a group lie; None if they are not all devices along some axes."""
+def _axes_of(
+    mesh: Mesh | AbstractMesh | None, num_devices: int, sent: Collective
+) -> tuple[int, tuple[str, ...] | None]:
+    """How many devices take part in one, and the axes of a mesh along which they lie; None if not all along some do."""
     if mesh is None or mesh.size != num_devices:
-        return None
-    places = zip(mesh.axis_names, np.unravel_index(group, mesh.axis_sizes), strict=True)
-    axes = tuple(name for name, along in places if along.min() < along.max())
-    return axes if math.prod(mesh.shape[name] for name in axes) == len(group) else None
+        return len(sent.group), None
+    places = np.unravel_index(np.asarray(sent.pairs or [sent.group]), mesh.axis_sizes)  # [groups, devices] of each axis
+    axes = tuple(name for name, at in zip(mesh.axis_names, places, strict=True) if np.ptp(at, axis=1).any())
+    count = math.prod(mesh.shape[name] for name in axes)
+    return (count, axes) if sent.pairs or count == len(sent.group) else (len(sent.group), None)
 
 
 def in_bytes(num_bytes: int) -> str:

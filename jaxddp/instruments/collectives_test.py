@@ -214,6 +214,32 @@ def test_options_of_a_jitted_function_reach_the_compiler_of_a_target():
     assert apart.pairs == [("all-reduce", 8), ("all-reduce", 24)] and merged.pairs == [("all-reduce", 32)]
 
 
+def test_a_loop_in_a_branch_has_its_rounds():
+    def step(x, flag):
+        def layers(x):
+            return jax.lax.scan(lambda x, _: (jax.lax.psum(x, "data"), None), x, length=12)[0]
+
+        return jax.lax.cond(flag, layers, lambda x: x, x)
+
+    over = grid(NUM_RANKS, names=["data"])
+    mapped = jax.shard_map(step, mesh=over, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+    flag = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(over, P()))
+    (one,) = collectives(mapped, shape(NUM_RANKS, WIDTH, spec=("data",), over=over), flag).found
+    assert (one.num_bytes, one.count, one.is_conditional, one.loops[0].trips) == (4 * WIDTH, 12, True, 12)
+
+
+def test_a_permutation_has_the_axes_along_which_it_sends():
+    over, ring = grid(2, 4, names=["data", "stage"]), [(rank, (rank + 1) % 4) for rank in range(4)]
+    mapped = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "stage", ring),
+        mesh=over,
+        in_specs=P("data", "stage"),
+        out_specs=P("data", "stage"),
+    )
+    (one,) = collectives(mapped, shape(8, 16, spec=("data", "stage"), over=over)).found
+    assert (one.num_ranks, one.axes) == (4, ("stage",))
+
+
 def test_a_collective_in_a_branch_is_marked_since_it_may_not_run():
     """Statistics that are summed every tenth step, in a loop over three batches, and a sum that is always there."""
 

@@ -31,6 +31,7 @@ COLLECTIVE_KINDS = (
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 _TRANSFERS = ("send", "recv")
+_RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 
 
 @dataclass(unsafe_hash=True)
@@ -45,7 +46,6 @@ class Collective:
     pairs: tuple[tuple[int, int], ...] = ()  # who sends to whom in a permutation; empty for others
     dtype: str = ""  # of the buffer, in HLO's spelling; of several the first
     source: str = ""  # file:line of the code that asked for it; empty if not printed
-    is_conditional: bool = False  # whether it is in a branch, which may not run
 
     def __post_init__(self) -> None:
         self.is_metrics = METRICS_SCOPE in self.op_name  # reduces the loss and metrics instead of gradients
@@ -71,9 +71,10 @@ class Operation:
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
     waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
-    body: tuple[Operation, ...] = ()  # operations of a loop or call
+    body: tuple[Operation, ...] = ()  # operations of a loop or call, or of all branches of a conditional
     trips: int = 1  # number of iterations of the body
     is_loop: bool = False  # whether the body is a loop's
+    is_conditional: bool = False  # whether the body may not run
     op_name: str = ""
     operands: tuple[str, ...] = ()
 
@@ -165,9 +166,9 @@ def _read(computation: Computation) -> tuple[Operation, ...]:
 def _operation(instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
     name, opcode = instruction.name, instruction.opcode
     make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-    if opcode in ("while", "call"):
-        body = sum(map(_read, instruction.called), ())
-        return make(body=body, trips=trips(instruction), is_loop=opcode == "while")
+    if _is_read_inside(instruction):
+        body, is_conditional = sum(map(_read, instruction.called), ()), opcode == "conditional"
+        return make(body=body, trips=trips(instruction), is_loop=opcode == "while", is_conditional=is_conditional)
     if opcode.endswith("-done"):
         start = instruction
         while start.operands and start.opcode.endswith(("-done", "-update")):
@@ -179,9 +180,15 @@ def _operation(instruction: Instruction, phase: str, collectives: dict[str, Coll
     return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
 
+def _is_read_inside(instruction: Instruction) -> bool:
+    """Whether what an instruction calls has operations of its own: of conditionals, those that communicate."""
+    is_conditional = instruction.opcode == "conditional"
+    return instruction.opcode in ("while", "call") or (is_conditional and any(map(_kind, instruction.within())))
+
+
 def _collective(instruction: Instruction) -> Collective | None:
     """The collective that an instruction issues: itself, or the first one inside what it calls."""
-    if instruction.opcode in ("while", "call") or instruction.opcode.endswith(("-done", "-update")):
+    if _is_read_inside(instruction) or instruction.opcode.endswith(("-done", "-update")):
         return None
     if instruction.opcode in _TRANSFERS:
         instruction.module.notes.append(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
@@ -202,31 +209,35 @@ def _collective(instruction: Instruction) -> Collective | None:
         pairs=_pairs(inner),
         dtype=inner.arrays[0].dtype if inner.arrays else "",
         source=next(filter(None, (one.source for one in origins)), ""),
-        is_conditional=instruction.opcode == "conditional",
     )  # fmt: skip
 
 
 def _group(collective: Instruction) -> tuple[int, ...]:
     """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
     printed = collective.attributes.partition("replica_groups=")[2]
-    if mesh := re.match(r"mesh\[([^\]]*)\] \{([^}]*)\}", printed):
+    if mesh := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^}}]*)\}}", printed):
         axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        sizes, chosen = [*map(int, axes.values())], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[2])]
+        sizes, chosen = [*map(int, axes.values())], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[4])]
         order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
         count = math.prod(sizes[dim] for dim in chosen)
-    elif iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", printed):
-        sizes, count = [*map(int, iota[3].split(","))], int(iota[2])
-        order = [*map(int, iota[4].split(","))] if iota[4] else [*range(len(sizes))]
-    else:
-        if listed := re.match(r"\{\{([\d,]+)\}", printed):
-            return tuple(map(int, listed[1].split(",")))
-        if pairs := _pairs(collective):
-            return tuple(sorted({device for pair in pairs for device in pair}))
-        if printed and not printed.startswith("{}"):
-            said = "group not understood, all devices are assumed"
-            collective.module.notes.append(f"collective {collective.name}: {said}")
-        return tuple(range(collective.module.num_devices))
-    return tuple(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
+        devices = _reshaped(mesh[2], mesh[3]) if mesh[2] else np.arange(math.prod(sizes))
+        return tuple(devices.reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
+    if iota := re.match(rf"\[(\d+),(\d+)\]<={_RANGE}", printed):
+        return tuple(_reshaped(iota[3], iota[4])[: int(iota[2])].tolist())
+    if listed := re.match(r"\{\{([\d,]+)\}", printed):
+        return tuple(map(int, listed[1].split(",")))
+    if pairs := _pairs(collective):
+        return tuple(sorted({device for pair in pairs for device in pair}))
+    if printed and not printed.startswith("{}"):
+        said = "group not understood, all devices are assumed"
+        collective.module.notes.append(f"collective {collective.name}: {said}")
+    return tuple(range(collective.module.num_devices))
+
+
+def _reshaped(sizes: str, order: str | None) -> np.ndarray:
+    """Device numbers in the order of ``[sizes]T(order)``: counted up in these sizes, then transposed."""
+    numbers = np.arange(math.prod(shape := [*map(int, sizes.split(","))])).reshape(shape)
+    return numbers.transpose([*map(int, order.split(","))] if order else [*range(len(shape))]).reshape(-1)
 
 
 def _phases(computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:

@@ -134,6 +134,7 @@ def test_a_permutation_takes_as_long_as_its_slowest_pair():
         ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
         ("replica_groups=mesh['data'=2, 'model'=4] {'model'}", (0, 1, 2, 3)),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,2,2]T(0,2,1)) {'a'}", (0, 1, 4, 5)),
         ("source_target_pairs={{0,1},{1,2},{2,0}}", (0, 1, 2)),
         ("replica_groups=V3", tuple(range(8))),
     ],
@@ -180,10 +181,14 @@ def test_a_text_that_calls_what_it_does_not_hold_is_refused():
 
 def test_what_holds_several_collectives_is_said():
     two = [f"%r = f32[16,4] all-reduce(%x), {ALL}", f"%t = f32[16,4] all-reduce(%r), {ALL}"]
-    line = "%c = f32[16,4] conditional(%q, %p), branch_computations={%branch}"
-    schedule = read_schedule(module(line, before=computation("branch", *two)))
+    schedule = read_schedule(
+        module("%c = f32[16,4] fusion(%p), kind=kCustom, calls=%two", before=computation("two", *two))
+    )
     assert schedule.gradient_collectives() == [("all-reduce", 256)]
-    assert schedule.notes == ("conditional c: holds 2 collectives, only the first is counted",)
+    assert schedule.notes == ("fusion c: holds 2 collectives, only the first is counted",)
+    line = "%c = f32[16,4] conditional(%q, %p), branch_computations={%branch}"
+    schedule = read_schedule(module(line, before=computation("branch", *two)))  # each is counted
+    assert schedule.gradient_collectives() == 2 * [("all-reduce", 256)] and not schedule.notes
 
 
 DOT = "dot({}, {}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"  # of [16,4]: 2 x 16 x 16 x 4 FLOPs

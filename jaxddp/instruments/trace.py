@@ -292,7 +292,7 @@ def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> 
         elements, dtype = max(args["In msg nelems"], args["Out msg nelems"]), args.get("dtype", "")
     elif args.get("Input Dims") and args["Input Dims"][0]:
         dtype = args["Input type"][0]
-        elements = math.prod(dim if isinstance(dim, int) else 0 for dim in args["Input Dims"][0])
+        elements = sum(math.prod(dim if isinstance(dim, int) else 0 for dim in dims) for dims in args["Input Dims"])
         elements *= (num_ranks or 0) if kind == "all-gather" else 1
     else:
         return None
@@ -308,7 +308,7 @@ def _kind(name: str, op: str = "") -> str:
         return next((kind for spelt, kind in _KINDS.items() if letters.startswith(spelt)), "collective")
     if _ATTENTION.search(name):
         return ATTENTION
-    return PRODUCTS if _PRODUCT.search(f"{name} {op}") else OTHERS
+    return PRODUCTS if _PRODUCT.search(f"{name} {op}".rstrip()) else OTHERS
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:

@@ -69,6 +69,19 @@ def test_nccl_of_kineto_has_sizes_and_ranks(tmp_path):
     assert trace.overlaps() == {"/device:GPU:0": (15, 2, 13, 11)}  # the host's operations are not the device's
 
 
+def test_torch_on_cpus_has_products_and_all_tensors_of_a_collective(tmp_path):
+    def ran(name, **args):
+        return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": 9, "ts": len(name), "dur": 1, "args": args}
+
+    message = {"Input Dims": [[1000], [2000]], "Input type": ["float", "float"], "Group size": 2}
+    (tmp_path / "rank0.json").write_text(
+        json.dumps([ran("aten::mm"), ran("aten::bmm"), ran("gloo:all_reduce", **message)])
+    )
+    trace = read_trace(tmp_path)
+    assert {kind: count for kind, (count, _) in trace.kinds().items()} == {"products": 2, "all-reduce": 1}
+    assert trace.collectives() == {("all-reduce", 12_000, 2): [1]}
+
+
 XSPACE = """
 planes {
   name: "/device:GPU:3"

@@ -30,7 +30,8 @@ from ..table import table
 from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
-_ROUNDED = 1e3  # units in the last place, of the user's dtype
+# In the user's dtype: units in the last place, at most a share, or more if PyTorch's own rounding is a tenth of it.
+_ROUNDED, _MOST_ROUNDED, _OF_TORCHS = 1e3, 0.05, 10.0
 
 
 class Compared(NamedTuple):
@@ -69,10 +70,11 @@ class Comparison:
             for one in self.compared
         ]  # fmt: skip
         heads = ("module", "class", "pass", "float64", self.dtype, "check")
+        in_torch = ", ".join(name or "(the model)" for name in self.only_in_torch)
         lines = [
             table(heads, rows, left=("class", "pass", "check")),
             f"first apart: {self.first}" if self.first else "",
-            f"only in PyTorch: {', '.join(self.only_in_torch)}" if self.only_in_torch else "",
+            f"only in PyTorch: {in_torch}" if in_torch else "",
             f"only in JAX: {', '.join(self.only_in_jax)}" if self.only_in_jax else "",
         ]
         return "\n".join(filter(None, lines))
@@ -96,7 +98,8 @@ def first_difference(
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
 
     Args:
-        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``; marks must not lie within ``jax.checkpoint``.
+        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``. Modules and marks must not lie within
+            ``jax.checkpoint``, ``jax.vmap`` or a scan.
         params: A tree of arrays.
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
@@ -104,24 +107,31 @@ def first_difference(
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Raises a ValueError if no module has a counterpart.
+    Raises a ValueError if no module has a counterpart, or one lies within such a transformation.
     """
 
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
 
     apart: dict[tuple[str, bool], list[float]] = {}
+    exact: Values = {}  # what PyTorch gives in float64
+    rounding: dict[tuple[str, bool], float] = {}  # how far it is from that in the user's dtype
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
-        for (name, is_backward), right in theirs.items():
-            if (found := ours.get((in_jax(name), is_backward))) is not None:
-                if found.ndim == 4 and found.shape != right.shape:
-                    found = found.transpose(0, 3, 1, 2)  # images: channels come last in Flax
-                apart.setdefault((name, is_backward), []).append(difference(found, right, 0.0))
-    limit = _ROUNDED * float(jnp.finfo(dtype).eps)
+        for key, right in theirs.items():
+            rounding[key] = difference(right, exact.setdefault(key, right), 0.0)
+            if (found := ours.get((in_jax(key[0]), key[1]))) is not None:
+                # Images: channels come last in Flax.
+                layouts = (found, found.transpose(0, 3, 1, 2)) if found.ndim == 4 else (found,)
+                apart.setdefault(key, []).append(min(difference(layout, right, 0.0) for layout in layouts))
+    least = min(_ROUNDED * float(jnp.finfo(dtype).eps), _MOST_ROUNDED)
+
+    def is_apart(key: tuple[str, bool], in_float64: float, in_dtype: float) -> bool:
+        return not (in_float64 <= _EXACT and in_dtype <= max(least, _OF_TORCHS * rounding[key]))
+
     compared = tuple(
-        Compared(name, kinds[name], is_backward, exact, rounded, not (exact <= _EXACT and rounded <= limit))
-        for (name, is_backward), (exact, rounded) in apart.items()
+        Compared(key[0], kinds[key[0]], key[1], *distances, is_apart(key, *distances))
+        for key, distances in apart.items()
     )
     matched = {in_jax(one.name) for one in compared}
     only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
@@ -147,43 +157,55 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
             values: dict[str, jax.Array] = {}
 
             def record(name: str, value: jax.Array) -> jax.Array:
+                if not jnp.issubdtype(value.dtype, jnp.inexact):  # masks and routes, which have no gradient
+                    return value
                 name = _numbered(_canonical(name), values)
                 values[name] = value + zeros.get(name, 0)
                 return values[name]
 
             token = _record.set(record)
             try:
-                with linen.intercept_methods(_mark_linen), _marked_nnx():
+                with linen.intercept_methods(partial(_mark_linen, set())), _marked_nnx():
                     return loss_fn(params, batch), values
             finally:
                 _record.reset(token)
 
-        zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
-        grads, values = jax.grad(recorded, has_aux=True)(zeros)
-        named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
-        return {key: np.asarray(one, np.float64) for key, one in named}
+        try:
+            zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
+            grads, values = jax.grad(recorded, has_aux=True)(zeros)
+            named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
+            return {key: np.asarray(one, np.float64) for key, one in named}
+        except (jax.errors.UnexpectedTracerError, jax.errors.TracerArrayConversionError) as error:
+            raise ValueError("modules and marks must not lie within jax.checkpoint, jax.vmap or a scan") from error
 
 
-def _mark_linen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Marks what Linen modules return, by their paths."""
-    result = call(*args, **kwargs)
-    is_output = context.method_name == "__call__" and isinstance(result, jax.Array)
-    return mark(".".join(context.module.path), result) if is_output else result
+def _mark_linen(running: set[int], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Marks what Linen modules return, by their paths; of ``super().__call__`` nothing is marked."""
+    key = id(context.module)
+    if context.method_name != "__call__" or key in running:
+        return call(*args, **kwargs)
+    running.add(key)
+    try:
+        result = call(*args, **kwargs)
+    finally:
+        running.remove(key)
+    return mark(".".join(context.module.path), result) if isinstance(result, jax.Array) else result
 
 
 @contextlib.contextmanager
 def _marked_nnx() -> Iterator[None]:
     """Marks what NNX modules return, by where the outermost module that is called holds them."""
-    names: dict[int, str] = {}  # of modules, by id, while the outermost one is called
+    names: dict[int, str | None] = {}  # of modules, by id, while the outermost one is called
 
     def marked(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         if is_outermost := not names:
             held = [(path, node) for path, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
             names.update({id(node): ".".join(map(str, path)) for path, node in held})
-        name = names.get(id(self))
+        name, names[id(self)] = names.get(id(self)), None  # of super().__call__ nothing is marked
         try:
             result = call(self, *args, **kwargs)
         finally:
+            names[id(self)] = name
             if is_outermost:
                 names.clear()
         return mark(name, result) if name is not None and isinstance(result, jax.Array) else result
@@ -223,8 +245,9 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
         one.register_forward_hook(partial(keep, path))
 
     def tensor(leaf: Any) -> Any:
-        found = torch.from_numpy(np.array(leaf))
-        return found.to(getattr(torch, dtype)) if found.is_floating_point() else found
+        is_floating = jnp.issubdtype(np.asarray(leaf).dtype, jnp.floating)  # bfloat16 too, which NumPy does not have
+        found = torch.from_numpy(np.array(leaf, np.float64 if is_floating else None))
+        return found.to(getattr(torch, dtype)) if is_floating else found
 
     loss_fn(module, jax.tree.map(tensor, batch)).backward()
     return values | grads, kinds

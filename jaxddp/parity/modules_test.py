@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import flax.linen as linen
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -158,6 +159,66 @@ def linear_and(name, **others):
     """A linear module of that name before others, and its weight as JAX has it."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     return nn.Sequential(OrderedDict({name: linear, **others})), {"w": linear.weight.detach().numpy().T}
+
+
+def test_images_as_wide_as_their_channels_are_compared_in_torchs_layout():
+    twin = nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 4, 3, padding=1)))
+    kernel, bias = (value.numpy() for value in twin.state_dict().values())
+    params = {"conv": {"kernel": kernel.transpose(2, 3, 1, 0), "bias": bias}}
+
+    class Images(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Conv(4, (3, 3), name="conv")(x)
+
+    found = first_difference(
+        lambda params, x: jnp.mean(Images().apply({"params": params}, x) ** 2), params,
+        np.random.default_rng(0).normal(size=(2, 4, 4, 4)), twin,
+        lambda module, x: (module(x.permute(0, 3, 1, 2)) ** 2).mean(),
+    )  # fmt: skip
+    assert len(found.compared) == 4 and found.first is None
+
+
+def test_what_a_module_makes_of_its_parents_output_is_its_output():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class ScaledLinen(linen.Dense):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    class ScaledNnx(nnx.Linear):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    class Masked(linen.Module):
+        def __call__(self, x):
+            return x > -1e9  # no gradient, and no output to compare
+
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return jnp.where(Masked()(x), ScaledLinen(WIDTH, name="inner")(x), 0)
+
+    twin = nn.Sequential(OrderedDict(inner=Scaled(WIDTH, WIDTH)))
+    inner = nnx.Dict(inner=ScaledNnx(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(inner)
+    nnx.replace_by_pure_dict(state, {"inner": weights(twin)["inner"]})
+    losses = {
+        lambda params, batch: jnp.mean(Outer().apply({"params": params}, batch["x"]) ** 2): weights(twin),
+        lambda params, batch: jnp.mean(nnx.merge(graph, params)["inner"](batch["x"]) ** 2): state,
+    }
+    for loss, params in losses.items():
+        found = compare(loss, params, twin)
+        assert found.first is None and not [name for name in found.only_in_jax if name], found
+
+
+def test_marks_within_transformations_are_refused():
+    def loss(params, batch):
+        return linen_loss(params, batch) + jnp.mean(jax.vmap(lambda x: mark("inner", x))(batch["x"]))
+
+    assert "must not lie within jax.checkpoint" in refusal(compare, loss, weights(Twin(), "_"))
 
 
 def test_a_difference_in_the_dtype_alone_is_found():

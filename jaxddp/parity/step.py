@@ -62,12 +62,12 @@ def check_step(
         num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
         axis: Name of the mesh axis.
         atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 needs
-            more than 1e-9 only where gradients nearly vanish before a division.
+            more than 1e-9 only where gradients nearly vanish before a division, or the step computes in less.
         dtype: To which floats of state and batch are cast; theirs if None.
 
     Raises:
         StepParityError: If anything differs: with the likely cause of each.
-        ValueError: If the batch cannot be split, there are too few devices, or the step gives nothing new.
+        ValueError: If the batch cannot be split, there are too few devices, or the step leaves the state as it is.
     """
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)
@@ -93,10 +93,13 @@ class _Step:
         """Gives what differs."""
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not is_key(leaf)}
-        # Of a state that is returned first, or alone.
-        before: dict[str, Any] = {name: old.get(name, old.get(name.removeprefix("0."))) for name in one}
-        if all(np.array_equal(before[name], leaf) for name, leaf in one.items()):
-            raise ValueError("make_step's step must return what it changes, such as the next state, to be compared")
+        before = {name: _before(name, leaf, old) for name, leaf in one.items()}
+        state = [name for name in one if before[name] is not None and jnp.issubdtype(one[name].dtype, jnp.inexact)]
+        if not any(self._has_moved(one[name], before[name]) for name in state or one):
+            raise ValueError(
+                f"make_step's step must return what it changes, the next state, by more than atol (={self.atol:g}):"
+                " to be compared, its learning rate must not be 0"
+            )
         shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
         is_same_of_shard = self._agree(self._run(1, shard), self._run(batch=jax.tree.map(self._alike, self.batch)))
         # Noise of parameters is the same on all ranks, and as on one device.
@@ -110,10 +113,15 @@ class _Step:
             elif not apart <= self.atol:
                 cause = self._ratio(several[name], right, before[name]) or self._cause(one, is_same_of_shard)
                 yield Parted(name, apart, cause)
+        for name in sorted(unlike - one.keys()):
+            yield Parted(name, np.inf, "ranks hold keys that differ: each goes on with another state")
+
+    def _has_moved(self, leaf: np.ndarray, before: np.ndarray | None) -> bool:
+        return before is None or difference(leaf, before) > self.atol
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
         """Whether what a step adds to a leaf is N times too large or too small."""
-        old = 0 if before is None or before.shape != right.shape else before
+        old = 0 if before is None else before
         moved, wanted = (np.asarray(new, np.float64) - old for new in (found, right))
         scale = float(np.sum(wanted * wanted))
         ratio = float(np.sum(moved * wanted)) / scale if scale else 0.0
@@ -155,14 +163,22 @@ class _Step:
         """What the step returns, by name; of all ranks and its own batch and state if not given."""
         mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
         batch, state = self.batch if batch is None else batch, self.state if state is None else state
+        state = jax.tree.map(lambda leaf: leaf.copy() if is_key(leaf) else leaf, state)  # which a step may donate
         state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
-        found = named_leaves(jax.block_until_ready(self.make_step(mesh)(state, batch)))
+        found = named_leaves(jax.tree.map(jnp.asarray, jax.block_until_ready(self.make_step(mesh)(state, batch))))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
         return {name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)}
 
     def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())
+
+
+def _before(name: str, leaf: np.ndarray, old: dict[str, np.ndarray]) -> np.ndarray | None:
+    """What a leaf of a result was in the state, of which it has the path, after that of the state in the result."""
+    paths = [path for path in old if f".{name}".endswith(f".{path}" if path else "")]
+    before = old[max(paths, key=len)] if paths else None
+    return before if before is not None and before.shape == leaf.shape else None
 
 
 def _draws_noise(leaf: Any) -> bool:

@@ -1,5 +1,7 @@
 """Training steps of one's own, each with a fault that trains in silence."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,30 @@ def test_a_fault_is_named_with_its_cause(state, batch, step, named, right):
         assert "'mask'" in found["1.loss"]
 
 
+def test_what_a_step_returns_may_be_in_any_order_and_of_any_kind(state, batch):
+    def make_step(mesh):
+        step = mapped(step_with(lambda grads: jax.lax.psum(grads, "data")))(mesh)
+
+        def reversed_step(state, batch):
+            state, metrics = step(state, batch)
+            return float(metrics["loss"]), np.asarray(state["params"]["w"]), state
+
+        return reversed_step
+
+    assert "4 times as large" in causes(make_step, state, batch)["2.opt.0.mu.w"]
+
+
+def test_keys_that_ranks_hold_otherwise_are_named_and_those_given_are_kept(state, batch):
+    def step_folding(fold, state, batch):
+        key = jax.random.fold_in(state["key"], jax.lax.axis_index("data") if fold else 1)
+        return updated(state, mean(jax.grad(loss_fn)(state["params"], batch))) | {"key": key}
+
+    state = state | {"key": jax.random.key(0)}
+    check_step(lambda mesh: jax.jit(mapped(partial(step_folding, False))(mesh), donate_argnums=0), state, batch)
+    assert not state["key"].is_deleted()
+    assert causes(mapped(partial(step_folding, True)), state, batch).keys() == {"key"}
+
+
 def test_a_truth_value_that_differs_is_named(state, batch):
     def step(state, batch):
         moved = updated(state, mean(jax.grad(loss_fn)(state["params"], batch)))
@@ -173,6 +199,7 @@ def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
         ({"num_ranks": 1}, "num_ranks"), ({"num_ranks": 3}, "batch"), ({"num_ranks": 10**6}, "num_ranks"),
         ({"make_step": lambda mesh: lambda state, batch: None}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, {})}, "step must return what"),
+        ({"make_step": lambda mesh: lambda state, batch: (state, jnp.ones(2))}, "learning rate must not be 0"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(state, batch, options, name):

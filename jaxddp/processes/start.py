@@ -18,7 +18,7 @@ from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
-from .watchdog import refuse_second, watch
+from .watchdog import watch
 
 
 def start_process(
@@ -53,7 +53,8 @@ def start_process(
     Raises:
         ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
     """
-    refuse_second()
+    if jax.distributed.is_initialized():
+        raise ValueError("this process has joined its job before, and can do so once")
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:

@@ -276,12 +276,6 @@ def watch(
     _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
 
 
-def refuse_second() -> None:
-    """Raises a ValueError if this process has joined a job of several processes before."""
-    if _watchdog is not None:
-        raise ValueError("this process has joined its job before, and can do so once")
-
-
 def begin_step(is_call: bool = False) -> None:
     """Counts a training step of this process, or another call, that takes all processes of its job."""
     if _watchdog is not None:
