@@ -1,6 +1,7 @@
 """``python -m benchmarks``: the main job, and every other measurement of data parallelism in both frameworks."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -103,6 +104,9 @@ def _run(arguments: list[str]) -> int:
         parser = Parser(prog="python -m benchmarks report", description="Makes the page of a run again.")
         parser.add_argument("run", metavar="RUN", help="its folder")
         rows = read_rows(run_folder := Path(parser.parse_args(rest).run))
+        names = {row.get("benchmark") if isinstance(row, dict) else None for row in rows}
+        if len(names) > 1 or not names <= BENCHMARKS.keys():
+            raise ValueError(f"{run_folder} must hold the rows of one benchmark, each with its name")
         print(write(run_folder, BENCHMARKS[rows[0]["benchmark"]], rows))
         return 0
     if name and name not in BENCHMARKS:
@@ -118,4 +122,5 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has made goes, as by Ctrl-C
     sys.exit(main())

@@ -112,3 +112,5 @@ def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"check": "o')
     assert main(["report", str(tmp_path)]) == 2
     assert "must have a row in each line" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n[1]\n")
+    assert main(["report", str(tmp_path)]) == 2 and "rows of one benchmark" in capsys.readouterr().err

@@ -68,6 +68,8 @@ def cases(options: Options) -> list[Case]:
 
 def _backends(options: Options) -> Iterator[tuple[Ranks, str]]:
     num_found = num_gpus() if options.on in (None, "gpus") else 0
+    if options.on == "gpus" and not options.ranks and num_found < 2:
+        raise ValueError(f"on (=gpus) needs 2 GPUs or more that both frameworks find (={num_found})")
     default = (2,) if options.quick else RANKS
     for kind in [options.on] if options.on else ["simulated", "processes", *(["gpus"] if num_found else [])]:
         counts: Sequence[int | None] = default if kind in ("simulated", "processes") else [None]  # all that are there

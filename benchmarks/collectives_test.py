@@ -19,6 +19,8 @@ def test_every_backend_with_the_ranks_of_the_assignment_report(monkeypatch):
     names = [case.name for case in collectives.cases(options())]
     kinds = ("XLA in-process",), ("XLA over Gloo", "Gloo")
     assert names == [f"{backend}, {num} ranks" for kind in kinds for num in (2, 4, 6) for backend in kind]
+    with pytest.raises(ValueError, match="needs 2 GPUs or more"):
+        collectives.cases(options(on="gpus"))
     monkeypatch.setattr(collectives, "num_gpus", lambda: 8)
     monkeypatch.setattr("benchmarks.ranks.num_gpus", lambda: 8)
     on_gpus = [case.name for case in collectives.cases(options(on="gpus"))]

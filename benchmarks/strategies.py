@@ -87,7 +87,8 @@ def plot_steps(rows: Sequence[Row]) -> Iterable[Any]:
 def main_cases(options: Options) -> list[Case]:
     """The main job: every strategy, and a model small enough for a few minutes."""
     ranks = choose_ranks(options.ranks, options.on, default=2, on_cpus="simulated")
-    setup = make_setup(options, model=QUICK_MODEL, batch_size=MAIN_BATCH, num_steps=STEPS, ranks=ranks)
+    steps = QUICK_STEPS if options.quick else STEPS
+    setup = make_setup(options, model=QUICK_MODEL, batch_size=MAIN_BATCH, num_steps=steps, ranks=ranks)
     return cases_of(replace(setup, strategies=strategies_of(options.strategies or STRATEGIES, setup.model)))
 
 

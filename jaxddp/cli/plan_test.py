@@ -84,6 +84,11 @@ def test_precision_stage_and_accumulation(capsys):
     for stage in (1, 2):
         found = planned(f"--model small --target h100:8 --stage {stage}", capsys)
         assert found["traffic_bytes_per_step"]["zero1"] == (2 + 4) * found["params"] * 7 / 8
+    # Their backward scatters what stage 0 all-reduces, zero2's that of every micro-batch.
+    least = [planned(f"--model xl --target h100:8 --stage {stage}", capsys)["min_tokens"] for stage in (0, 1, 2)]
+    assert least[1] == least[2] == pytest.approx(least[0] / 2, abs=1)
+    options = "--model xl --target h100:8 --tokens 24576 --accumulation-steps 8"
+    assert [planned(f"{options} --stage {stage}", capsys)["compute_bound"] for stage in (1, 2)] == [True, False]
 
 
 BAD_INPUT = {

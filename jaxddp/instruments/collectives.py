@@ -158,7 +158,8 @@ def _read(
         # The name goes before the place: XLA pipelines some to places among operations of other phases.
         phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
         is_hidden = any(other.total_work.flops for other in between)
-        about = sent.kind, sent.num_bytes, sent.dtype, *axes_of(sent)
+        num_ranks, axes = axes_of(sent)
+        about = sent.kind, sent.num_bytes, sent.dtype, num_ranks, axes
         yield Found(*about, 0, phase, loops, is_hidden, sent.source, is_conditional), times
 
 

@@ -127,7 +127,7 @@ class Trace:
     def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them."""
         found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
-        known = [(key, min(times)) for key, times in self.collectives().items()]
+        known: list[tuple[Any, float]] = [(key, min(times)) for key, times in self.collectives().items()]
         sized = [one for one in known if one[0][0] in KINDS and one[0][1] and (one[0][2] or 0) > 1]
         for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one[0][0], one[0][2])):
             curve = [(num_bytes, shortest) for (_, num_bytes, _), shortest in alike]

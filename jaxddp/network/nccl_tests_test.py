@@ -63,6 +63,16 @@ def test_a_file_of_two_programs_has_the_lines_of_each(tmp_path, names_itself):
     assert found == [("all_reduce", 8, size), ("all_gather", 2, size)]
 
 
+def test_what_has_no_time_or_no_counterpart_is_left_out(tmp_path):
+    nothing = SMALL.replace("1024 ", "   0 ")
+    exchanges, hypercubes = (output(f"{name}_perf", 2, LARGE) for name in ("alltoall", "hypercube"))
+    lines = output("all_gather_perf", 4, nothing, SMALL) + hypercubes + exchanges
+    found = [
+        (line.collective, line.num_ranks, line.num_bytes) for line in read(tmp_path / "all_gather_perf.log", lines)
+    ]
+    assert found == [("all_gather", 4, 1024), ("all_to_all", 2, 2**26)]
+
+
 @pytest.mark.parametrize(
     "prefix",
     ["[1,0]<stdout>:", "[1,0]<stdout>: ", "0: ", "  ", "\t", "2026-01-02 03:04:05 ", "2026-01-02T03:04:05.123Z ",

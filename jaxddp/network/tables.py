@@ -132,15 +132,15 @@ def _of_times(times: _Times, source: str) -> Network:
             continue
         largest_first = sorted(by_size.items(), reverse=True)
         # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
-        seconds = [*accumulate((one for _, one in largest_first), min)]
+        falling = [*accumulate((one for _, one in largest_first), min)]
         if (
-            len(seconds) < 2
-            or not seconds[0] > seconds[-1]
+            len(falling) < 2
+            or not falling[0] > falling[-1]
             or ranks < 2
             or not all(0 < one < math.inf for row in largest_first for one in row)
         ):
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-        curves[kind][ranks] = tuple(zip(sorted(by_size), reversed(seconds), strict=True))
+        curves[kind][ranks] = tuple(zip(sorted(by_size), reversed(falling), strict=True))
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
     kind = "all-reduce" if "all-reduce" in curves else next(iter(curves))

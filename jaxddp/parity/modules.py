@@ -30,7 +30,7 @@ from ..table import table
 from .comparing import cast, difference
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
-# In the user's dtype: units in the last place, at most a share, or more if PyTorch's own rounding is a tenth of it.
+# Of the user's dtype: units in the last place, at most a share; or so many times PyTorch's own distance from float64.
 _ROUNDED, _MOST_ROUNDED, _OF_TORCHS = 1e3, 0.05, 10.0
 
 
@@ -113,26 +113,25 @@ def first_difference(
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
 
-    apart: dict[tuple[str, bool], list[float]] = {}
+    apart: dict[tuple[str, bool], Any] = {}  # in float64 and in the user's dtype
     exact: Values = {}  # what PyTorch gives in float64
-    rounding: dict[tuple[str, bool], float] = {}  # how far it is from that in the user's dtype
+    limits: dict[tuple[str, bool], float] = {}  # in the user's dtype
+    least = min(_ROUNDED * float(jnp.finfo(dtype).eps), _MOST_ROUNDED)
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
         for key, right in theirs.items():
-            rounding[key] = difference(right, exact.setdefault(key, right), 0.0)
+            limits[key] = max(least, _OF_TORCHS * difference(right, exact.setdefault(key, right), 0.0))
             if (found := ours.get((in_jax(key[0]), key[1]))) is not None:
                 # Images: channels come last in Flax.
                 layouts = (found, found.transpose(0, 3, 1, 2)) if found.ndim == 4 else (found,)
                 apart.setdefault(key, []).append(min(difference(layout, right, 0.0) for layout in layouts))
-    least = min(_ROUNDED * float(jnp.finfo(dtype).eps), _MOST_ROUNDED)
-
-    def is_apart(key: tuple[str, bool], in_float64: float, in_dtype: float) -> bool:
-        return not (in_float64 <= _EXACT and in_dtype <= max(least, _OF_TORCHS * rounding[key]))
-
     compared = tuple(
-        Compared(key[0], kinds[key[0]], key[1], *distances, is_apart(key, *distances))
-        for key, distances in apart.items()
-    )
+        Compared(
+            name, kinds[name], is_backward, in_float64, in_dtype,
+            not (in_float64 <= _EXACT and in_dtype <= limits[name, is_backward]),
+        )
+        for (name, is_backward), (in_float64, in_dtype) in apart.items()
+    )  # fmt: skip
     matched = {in_jax(one.name) for one in compared}
     only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
     only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)

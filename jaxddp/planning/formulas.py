@@ -34,6 +34,8 @@ groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 wh
     TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
     DP               0                                2 e P r(R) / (X Y W_R)           the same
 
+Where the optimizer is sharded over R, the backward reduce-scatters: half of that.
+
 The times of FSDP and TP add, or the longer one counts if they overlap. TP's time grows with B as compute does, so there
 may be no B that is compute-bound.
 
@@ -143,6 +145,7 @@ class Assumptions:
     passes: str = "forward"  # or "backward", or "both"
     overlapped_axes: bool = False  # whether collectives of FSDP, TP and DP run at the same time
     ring_factors: bool = False  # whether r(n) is (n-1)/n instead of 1
+    scattered: bool = False  # whether DP reduce-scatters gradients, instead of an all-reduce
     element_bytes: float = 2  # e
 
     def ring(self, num_ranks: float) -> float:
@@ -180,7 +183,11 @@ def times(
         (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
         gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
         reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
-        sums * 2 * size_bytes * assumptions.ring(dp) / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
+        sums
+        * (2 - assumptions.scattered)
+        * size_bytes
+        * assumptions.ring(dp)
+        / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
     )
 
 

@@ -56,7 +56,9 @@ class TrainingJob:
         # Gathers of the forward are held against it, or sums of gradients against the backward.
         passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
         element_bytes = dtype_bytes(self.cluster.dtype)
-        self.assumptions = Assumptions(passes, ring_factors=not self.cluster.torus, element_bytes=element_bytes)
+        self.assumptions = Assumptions(
+            passes, ring_factors=not self.cluster.torus, scattered=self.stage in (1, 2), element_bytes=element_bytes
+        )
         self.held = self.per_parameter
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
             optimizer = self.held.optimizer - FP32.parameter
@@ -95,7 +97,8 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "fits": total < chip.memory_bytes,
         "accumulation_steps": steps,
         "min_devices": min_devices,
-        "compute_bound": tokens >= least * (num_microbatches if job.gathers else 1),
+        # The others reduce once, in the last backward.
+        "compute_bound": tokens >= least * (num_microbatches if job.gathers or job.stage == 2 else 1),
         "bytes_per_device": {
             **{name: round(num_bytes) for name, num_bytes in held.items()},
             "total": round(total),

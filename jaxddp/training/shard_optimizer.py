@@ -46,7 +46,8 @@ def shard_optimizer(
         optimizer: Element-wise.
         axis: Name of the mesh axis.
         bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
-        max_grad_norm: Clips the global norm of the averaged gradient to this value.
+        max_grad_norm: Clips the norm of the averaged gradient to this value; where parameters are split over other axes
+            as well, that of each part by itself.
 
     Returns:
         The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
