@@ -106,10 +106,7 @@ def tolerance(case: Case) -> tuple[float, str]:
     if case.dtype == "float64":
         return 1e-12, "float64: only the order of sums differs; a wrong result differs by far more"
     if case.optimizer.startswith("adamw"):
-        return (
-            1e-5,
-            "float32 Adam: rounding of small gradients is magnified by their small moments; 2.1e-6 was seen",
-        )
+        return (1e-5, "float32 Adam: rounding of small gradients is magnified by their small moments; 2.1e-6 was seen")
     return 2e-6, "float32: order of sums, a few units in the last place of values of order 1; 4.4e-7 was seen"
 
 

@@ -59,11 +59,7 @@ def _strategy(case: Case) -> jaxddp.Strategy:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {
-        "num_microbatches": case.num_microbatches,
-        "max_grad_norm": case.max_grad_norm,
-        "trainable": is_trainable,
-    }
+    return {"num_microbatches": case.num_microbatches, "max_grad_norm": case.max_grad_norm, "trainable": is_trainable}
 
 
 def train(case: Case) -> Arrays:

@@ -50,8 +50,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.id, marks=pytest.mark.smoke if case in QUICK else []) for case in SELECTION],
+    "case", [pytest.param(case, id=case.id, marks=pytest.mark.smoke if case in QUICK else []) for case in SELECTION]
 )
 def test_same_weights(case, ranks, differences):
     check([case], ranks, differences)

@@ -18,10 +18,7 @@ def test_a_group_of_gpus_sends_as_the_network_has_it():
     cluster = cluster_of(target("h100:4x8"), "bfloat16")
     network = Network(450, host_gb_per_s=50, devices_per_host=8)
     rates = cluster.rates(fsdp=8, tp=4)  # neighbours cut matrices; 2 of each FSDP group are on one host
-    for rate, group in (
-        (rates.tp_bytes_per_s, range(4)),
-        (rates.fsdp_bytes_per_s, range(0, 32, 4)),
-    ):
+    for rate, group in ((rates.tp_bytes_per_s, range(4)), (rates.fsdp_bytes_per_s, range(0, 32, 4))):
         share = (len(group) - 1) / len(group)
         assert share * 1e9 / rate == pytest.approx(network.transfer_s("all-gather", 1e9, group), rel=1e-12)  # rounding
     assert rates.tp_bytes_per_s == pytest.approx(450e9) and 50e9 < rates.fsdp_bytes_per_s < 450e9

@@ -263,10 +263,7 @@ _watchdog: _Watchdog | None = None
 
 
 def watch(
-    job: Job,
-    connections: Mapping[int, Connection],
-    stuck_s: float,
-    count_collectives: Callable[[], int] = lambda: 0,
+    job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int] = lambda: 0
 ) -> None:
     """Starts the thread, whose the connections of ``meet`` become.
 

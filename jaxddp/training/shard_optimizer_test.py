@@ -120,8 +120,5 @@ def test_what_is_not_element_wise_is_refused_where_it_would_be_sharded():
     mesh, params, optimizer = jaxddp.data_mesh(2), {"w": jnp.ones((8, 8))}, optax.lamb(0.1)
     init = jaxddp.shard_optimizer(optimizer, "data").init
     init = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    for found in (
-        refusal(jaxddp.sharded_specs, optimizer, params, num_ranks=2, axis="data"),
-        refusal(init, params),
-    ):
+    for found in (refusal(jaxddp.sharded_specs, optimizer, params, num_ranks=2, axis="data"), refusal(init, params)):
         assert "must be element-wise to be sharded" in found

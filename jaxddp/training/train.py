@@ -40,16 +40,7 @@ from .placement import describe, from_first_process, full_arrays, place
 from .programs import Programs, compiler_of, no_mesh
 from .replicas import compare_replicas
 from .step import Run, TrainState as TrainState
-from .validation import (
-    abstract,
-    check_batch,
-    check_state,
-    host_arrays,
-    is_global,
-    leaf_specs,
-    signature,
-    with_arrays,
-)
+from .validation import abstract, check_batch, check_state, host_arrays, is_global, leaf_specs, signature, with_arrays
 
 NONFINITE = ("ignore", "skip")
 

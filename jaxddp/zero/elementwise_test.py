@@ -18,11 +18,7 @@ from jaxddp.zero.elementwise import describe_update, shard_state
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-SHAPES = {
-    "layers": [{"kernel": (3, 4), "bias": (2,)}, {"kernel": (3, 4), "bias": (2,)}],
-    "scale": (),
-    "frozen": None,
-}
+SHAPES = {"layers": [{"kernel": (3, 4), "bias": (2,)}, {"kernel": (3, 4), "bias": (2,)}], "scale": (), "frozen": None}
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 5)
 
 

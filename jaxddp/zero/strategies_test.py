@@ -15,11 +15,7 @@ from jaxddp.tree import named_leaves
 
 NUM_RANKS = 4
 SMALL_MB = 0.005
-ZERO = {
-    "zero1": jaxddp.zero1(SMALL_MB),
-    "zero2": jaxddp.zero2(SMALL_MB),
-    "zero3": jaxddp.zero3(min_shard_elements=100),
-}
+ZERO = {"zero1": jaxddp.zero1(SMALL_MB), "zero2": jaxddp.zero2(SMALL_MB), "zero3": jaxddp.zero3(min_shard_elements=100)}
 
 
 def trainer_of(loss_fn, strategy, **options):

@@ -46,10 +46,7 @@ def check_equations(x, group=None, own=None, async_op=False):
     # Two ways at once and a rank to itself: a send that waits for its receive would deadlock here.
     swap = {0: root, root: 0}
     options = {"group": group, "async_op": async_op}
-    started = [
-        (summed, all_reduce(summed, **options), total),
-        (sent, broadcast(sent, root=root, **options), x[root]),
-    ]
+    started = [(summed, all_reduce(summed, **options), total), (sent, broadcast(sent, root=root, **options), x[root])]
     results = [
         (reduce_scatter(own, **options), total[rank * chunk_length : (rank + 1) * chunk_length]),
         (all_gather(own, **options), x.flatten(0, 1)),
