@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> int:
         parser = Parser(prog="python -m benchmarks report", description="Makes the page of a run again.")
         parser.add_argument("run", metavar="RUN", help="its folder")
         rows = read_rows(run_folder := Path(parser.parse_args(rest).run))
-        names = {row.get("benchmark") if isinstance(row, dict) else None for row in rows}
+        names = {str(row.get("benchmark")) if isinstance(row, dict) else "" for row in rows}
         if len(names) > 1 or not names <= BENCHMARKS.keys():
             raise ValueError(f"{run_folder} must hold the rows of one benchmark, each with its name")
         print(write(run_folder, BENCHMARKS[rows[0]["benchmark"]], rows))
@@ -122,5 +122,6 @@ def _run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has made goes, as by Ctrl-C
+    if "job" not in sys.argv:  # what has been made goes, as after a Ctrl-C; of a job the launcher ends all processes
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

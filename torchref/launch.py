@@ -36,7 +36,7 @@ from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
-from jaxddp.processes.watchdog import watch
+from jaxddp.processes.watchdog import refuse_second, watch
 
 _T = TypeVar("_T")
 
@@ -323,8 +323,6 @@ def init_from_env(
     Raises:
         ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or it has joined already.
     """
-    if dist.is_initialized():
-        raise ValueError("this process has joined its job before, and can do so once")
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -339,6 +337,7 @@ def init_from_env(
     keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
+        refuse_second(job)
         place = with_free_port(job, timeout_s)
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, subprocess, sys, time
 how, folder, attempt = sys.argv[1], sys.argv[2], os.environ["TORCHELASTIC_RESTART_COUNT"]
+end = time.monotonic() + 30
 rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # nobody listens at the job's port
 def wait_for_all():
@@ -39,7 +40,7 @@ if how in ("fork", "child") and rank == 1:
         child = subprocess.Popen(["sleep", "60"])
         open(f"{folder}/child", "w").write(str(child.pid))
         how == "fork" and time.sleep(60)
-    while not os.path.exists(f"{folder}/child") or not os.path.getsize(f"{folder}/child"):
+    while not (os.path.exists(f"{folder}/child") and os.path.getsize(f"{folder}/child")) and time.monotonic() < end:
         time.sleep(0.01)
 if how == "stopped" and rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)

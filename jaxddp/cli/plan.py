@@ -86,7 +86,7 @@ def as_text(found: dict[str, Any]) -> str:
     sources = {name: found["assumptions"][name] for name in _SENTENCES if found["assumptions"][name]}
     assumptions = {name: value for name, value in found["assumptions"].items() if name not in _SENTENCES}
     rows = {name: value for name, value in found.items() if name not in ("target", "notes")}
-    micro_batch = f"{found['micro_batch']:,g} {'tokens' if found['model'] == XXL else 'sequences'} a rank"
+    micro_batch = f"{found['micro_batch']:,.10g} {'tokens' if found['model'] == XXL else 'sequences'} a rank"
     text = table(("", ""), [*_rows(rows | {"micro_batch": micro_batch, "assumptions": assumptions})], left=("",))
     notes = [f"Note: {note}." for note in found["notes"]] + [f"{_SENTENCES[name]}{sources[name]}." for name in sources]
     return "\n".join([f"{found['model']} on {found['target']}\n", text, *map(paragraph, notes)])

@@ -87,6 +87,8 @@ def test_precision_stage_and_accumulation(capsys):
     # Their backward scatters what stage 0 all-reduces, zero2's that of every micro-batch.
     least = [planned(f"--model xl --target h100:8 --stage {stage}", capsys)["min_tokens"] for stage in (0, 1, 2)]
     assert least[1] == least[2] == pytest.approx(least[0] / 2, abs=1)
+    alone = "--model xl --target h100:8 --stage 1 --fsdp 1"  # replicas, which share nothing
+    assert planned(alone, capsys)["min_tokens"] == least[0]
     options = "--model xl --target h100:8 --tokens 24576 --accumulation-steps 8"
     assert [planned(f"{options} --stage {stage}", capsys)["compute_bound"] for stage in (1, 2)] == [True, False]
 

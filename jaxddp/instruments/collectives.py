@@ -25,7 +25,6 @@ from . import targets
 from .hlo import HLOError
 from .schedule import REDUCTIONS, Collective, Operation, phase_of_name, read_schedule
 
-_STAGES = jax.stages.Compiled | jax.stages.Traced | targets.TargetProgram
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
 
@@ -89,7 +88,7 @@ class Collectives:
             num_bytes = sum(one.num_bytes * one.count for one in again)
             lines.append(f"Reduced once per micro-batch: {len(again)} of these lines, {in_bytes(num_bytes)}.")
         if any(one.is_conditional for one in self.found):
-            lines.append("Up to: in a branch of a lax.cond, counted as if it always ran.")
+            lines.append("Up to: in a branch of a lax.cond, counted as if every branch ran.")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
@@ -109,9 +108,12 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
             installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
     """
     mesh, compiled = None, program
-    if callable(program) and not isinstance(program, _STAGES):
-        jitted = program if hasattr(program, "trace") else jax.jit(program)  # pmap has none
-        traced = jitted.trace(*args, **kwargs)
+    is_traced = isinstance(program, jax.stages.Traced)
+    if is_traced and (args or kwargs):
+        raise ValueError("args must be left out for a program that is traced already")
+    if is_traced or (callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram)):
+        jitted = program if hasattr(program, "trace") or is_traced else jax.jit(program)  # pmap has none
+        traced = program if is_traced else jitted.trace(*args, **kwargs)
         traced = getattr(traced, "traced", traced)  # of nnx.jit
         mesh = targets.mesh_of(traced)
         if target is None:
@@ -123,8 +125,6 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
                 compiled = targets.start_compile_traced(machine, traced, early).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
-    elif isinstance(program, jax.stages.Traced):
-        compiled = program.lower().compile()
     elif hasattr(program, "compile"):
         compiled = program.compile()
     elif isinstance(program, (str, os.PathLike)):

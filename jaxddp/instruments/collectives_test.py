@@ -224,8 +224,22 @@ def test_a_loop_in_a_branch_has_its_rounds():
     over = grid(NUM_RANKS, names=["data"])
     mapped = jax.shard_map(step, mesh=over, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
     flag = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(over, P()))
-    (one,) = collectives(mapped, shape(NUM_RANKS, WIDTH, spec=("data",), over=over), flag).found
+    traced = jax.jit(mapped).trace(shape(NUM_RANKS, WIDTH, spec=("data",), over=over), flag)
+    (one,) = collectives(traced).found
     assert (one.num_bytes, one.count, one.is_conditional, one.loops[0].trips) == (4 * WIDTH, 12, True, 12)
+    assert one.axes == ("data",) and "args must be left out" in refusal(collectives, traced, flag)
+
+
+def test_gradients_that_are_reduced_in_a_branch_are_not_of_the_forward():
+    def step(w, x, flag):
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return jax.lax.cond(flag, lambda g: jax.lax.pmean(g, "data"), lambda g: g, grads)
+
+    over = grid(NUM_RANKS, names=["data"])
+    mapped = jax.shard_map(step, mesh=over, in_specs=(P(), P("data"), P()), out_specs=P(), check_vma=False)
+    flag = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(over, P()))
+    (one,) = collectives(mapped, shape(WIDTH, WIDTH, over=over), shape(8, WIDTH, spec=("data",), over=over), flag).found
+    assert one.phase != "forward"
 
 
 def test_a_permutation_has_the_axes_along_which_it_sends():

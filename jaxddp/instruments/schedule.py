@@ -71,7 +71,7 @@ class Operation:
     work: Work = field(default_factory=Work)  # its cost on the device; nothing for collectives
     starts: Collective | None = None  # the collective that it issues, if any
     waits_for: str = ""  # operation whose collective it waits for: its own if that is synchronous; empty if none
-    body: tuple[Operation, ...] = ()  # operations of a loop or call, or of all branches of a conditional
+    body: tuple[Operation, ...] = ()  # operations of a loop or call, or of a conditional's branches that communicate
     trips: int = 1  # number of iterations of the body
     is_loop: bool = False  # whether the body is a loop's
     is_conditional: bool = False  # whether the body may not run
@@ -156,18 +156,19 @@ def gradient_collectives(compiled: Any) -> list[tuple[str, int]]:
     return read_schedule(compiled).gradient_collectives()
 
 
-def _read(computation: Computation) -> tuple[Operation, ...]:
-    """The operations of a computation in schedule order."""
+def _read(computation: Computation, before: str = "forward") -> tuple[Operation, ...]:
+    """The operations of a computation in schedule order; ``before`` is the phase of what says none."""
     collectives = {name: found for name, inner in computation.items() if (found := _collective(inner))}
-    phases = _phases(computation, collectives)
+    phases = _phases(computation, collectives, before)
     return tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
 
 
 def _operation(instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
     name, opcode = instruction.name, instruction.opcode
     make = partial(Operation, name, phase, op_name=instruction.op_name, operands=instruction.operands)
-    if _is_read_inside(instruction):
-        body, is_conditional = sum(map(_read, instruction.called), ()), opcode == "conditional"
+    if called := _read_inside(instruction):
+        is_conditional = opcode == "conditional"
+        body = sum((_read(one, phase if is_conditional else "forward") for one in called), ())
         return make(body=body, trips=trips(instruction), is_loop=opcode == "while", is_conditional=is_conditional)
     if opcode.endswith("-done"):
         start = instruction
@@ -180,15 +181,16 @@ def _operation(instruction: Instruction, phase: str, collectives: dict[str, Coll
     return make(work=work, starts=starts, waits_for=name if is_waited_for else "")
 
 
-def _is_read_inside(instruction: Instruction) -> bool:
-    """Whether what an instruction calls has operations of its own: of conditionals, those that communicate."""
-    is_conditional = instruction.opcode == "conditional"
-    return instruction.opcode in ("while", "call") or (is_conditional and any(map(_kind, instruction.within())))
+def _read_inside(instruction: Instruction) -> list[Computation]:
+    """What an instruction calls that has operations of its own: of a conditional, the branches that communicate."""
+    if instruction.opcode == "conditional":
+        return [one for one in instruction.called if any(_kind(each) for op in one.values() for each in op.within())]
+    return instruction.called if instruction.opcode in ("while", "call") else []
 
 
 def _collective(instruction: Instruction) -> Collective | None:
     """The collective that an instruction issues: itself, or the first one inside what it calls."""
-    if _is_read_inside(instruction) or instruction.opcode.endswith(("-done", "-update")):
+    if _read_inside(instruction) or instruction.opcode.endswith(("-done", "-update")):
         return None
     if instruction.opcode in _TRANSFERS:
         instruction.module.notes.append(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
@@ -240,10 +242,13 @@ def _reshaped(sizes: str, order: str | None) -> np.ndarray:
     return numbers.transpose([*map(int, order.split(","))] if order else [*range(len(shape))]).reshape(-1)
 
 
-def _phases(computation: Computation, collectives: dict[str, Collective]) -> dict[str, str]:
+def _phases(computation: Computation, collectives: dict[str, Collective], before: str) -> dict[str, str]:
     scopes = {name: _phase_by_scope(inner) for name, inner in computation.items()}
     scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
     gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
+    for name, inner in computation.items():  # in branches
+        within = filter(None, map(_collective, inner.within() if inner.opcode == "conditional" else ()))
+        gradients_reduced |= {name for one in within if one.kind in REDUCTIONS and one.is_gradients}
     feeds_backward: set[str] = set()  # or feeds a gradient reduction
     for name, inner in reversed(computation.items()):
         if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
@@ -254,7 +259,7 @@ def _phases(computation: Computation, collectives: dict[str, Collective]) -> dic
         if scopes[name] == "backward" or not after_backward.isdisjoint(inner.operands):
             after_backward.add(name)
         unmarked = "backward" if name in feeds_backward else "optimizer"
-        phases[name] = scopes[name] or (unmarked if name in after_backward else "forward")
+        phases[name] = scopes[name] or (unmarked if name in after_backward else before)
     return phases
 
 

@@ -179,6 +179,9 @@ def test_a_text_that_calls_what_it_does_not_hold_is_refused():
     assert "damaged" in refusal(read_schedule, module("%c = f32[16,4] call(%p), to_apply=%gone"))
 
 
+DOT = "dot({}, {}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"  # of [16,4]: 2 x 16 x 16 x 4 FLOPs
+
+
 def test_what_holds_several_collectives_is_said():
     two = [f"%r = f32[16,4] all-reduce(%x), {ALL}", f"%t = f32[16,4] all-reduce(%r), {ALL}"]
     schedule = read_schedule(
@@ -186,12 +189,14 @@ def test_what_holds_several_collectives_is_said():
     )
     assert schedule.gradient_collectives() == [("all-reduce", 256)]
     assert schedule.notes == ("fusion c: holds 2 collectives, only the first is counted",)
-    line = "%c = f32[16,4] conditional(%q, %p), branch_computations={%branch}"
-    schedule = read_schedule(module(line, before=computation("branch", *two)))  # each is counted
+    # Each of a branch is counted, and no work of one that does not communicate.
+    branches = computation("sends", *two) + computation("computes", f"%d = f32[16,16] {DOT.format('%x', '%x')}")
+    line = "%c = f32[16,4] conditional(%q, %p, %p), branch_computations={%sends, %computes}"
+    schedule = read_schedule(module(line, before=branches))
     assert schedule.gradient_collectives() == 2 * [("all-reduce", 256)] and not schedule.notes
+    assert not schedule.work().flops and schedule.operations[-1].is_conditional
 
 
-DOT = "dot({}, {}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"  # of [16,4]: 2 x 16 x 16 x 4 FLOPs
 STEP = module(
     op("%forward = f32[16,4] multiply(%p, %p)", "jvp()/mul"),
     op("%b1 = f32[16,16] " + DOT.format("%p", "%forward"), BACKWARD),

@@ -8,7 +8,7 @@ name the program and each rank:
     # size  count  type  redop  root  time (us)  algbw (GB/s)  busbw (GB/s)  #wrong  time  algbw  busbw  #wrong
 
 A text may hold the output of several programs, and its lines what launchers put before them. Programs whose collective
-has no counterpart, and sizes that were rounded down to 0, are left out.
+has no counterpart, and sizes that were rounded down to 0, are left out; alone they are refused.
 """
 
 import json
@@ -21,7 +21,7 @@ PROGRAMS = {
     f"{name}_perf": _SPELT.get(name, name)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "alltoall")
 }
-_PROGRAM = re.compile(rf"\b((?:{'|'.join(PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf))(?:_mpi)?\b")
+_PROGRAM = re.compile(rf"\b({'|'.join(PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf)(?:_mpi)?\b")
 # Not at the start of a line, where launchers and logs put numbers and times.
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?")
 _SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")

@@ -121,7 +121,7 @@ def _shortest(rows: Iterable[tuple[str, int, float, float]]) -> _Times:
     for name, ranks, size, seconds in rows:
         of_sizes = times[name.replace("_", "-"), ranks]
         of_sizes[size] = min(seconds, of_sizes.get(size, seconds))
-    return times
+    return dict(times)
 
 
 def _of_times(times: _Times, source: str) -> Network:
@@ -130,17 +130,17 @@ def _of_times(times: _Times, source: str) -> Network:
     for (kind, ranks), by_size in sorted(times.items()):
         if kind not in KINDS:
             continue
-        largest_first = sorted(by_size.items(), reverse=True)
         # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
-        falling = [*accumulate((one for _, one in largest_first), min)]
+        least = [*accumulate((by_size[size] for size in sorted(by_size, reverse=True)), min)]
+        curve = tuple(zip(sorted(by_size), reversed(least), strict=True))
         if (
-            len(falling) < 2
-            or not falling[0] > falling[-1]
+            len(curve) < 2
+            or not curve[-1][1] > curve[0][1]
             or ranks < 2
-            or not all(0 < one < math.inf for row in largest_first for one in row)
+            or not all(0 < one < math.inf for row in by_size.items() for one in row)
         ):
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
-        curves[kind][ranks] = tuple(zip(sorted(by_size), reversed(falling), strict=True))
+        curves[kind][ranks] = curve
     if not curves:
         raise ValueError(f"network file (={source}) must hold measured collectives: it has none")
     kind = "all-reduce" if "all-reduce" in curves else next(iter(curves))

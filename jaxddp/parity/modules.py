@@ -55,7 +55,7 @@ class Comparison:
 
     compared: tuple[Compared, ...]  # outputs in the order of PyTorch's forward, then gradients in that of its backward
     dtype: str  # the user's
-    only_in_torch: tuple[str, ...]  # modules without a counterpart of their name, or whose output is no tensor
+    only_in_torch: tuple[str, ...]  # modules without a counterpart of their name, or whose output is no floating tensor
     only_in_jax: tuple[str, ...]  # likewise, without a counterpart
 
     @property
@@ -99,7 +99,7 @@ def first_difference(
 
     Args:
         loss_fn: ``(params, batch)`` to a scalar, run without ``jit``. Modules and marks must not lie within
-            ``jax.checkpoint``, ``jax.vmap`` or a scan.
+            ``jax.checkpoint`` or ``jax.vmap``; in a scan, each round is a call.
         params: A tree of arrays.
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
@@ -120,7 +120,8 @@ def first_difference(
     for one in ("float64", jnp.dtype(dtype).name):
         ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
         for key, right in theirs.items():
-            limits[key] = max(least, _OF_TORCHS * difference(right, exact.setdefault(key, right), 0.0))
+            rounding = difference(right, exact.setdefault(key, right), 0.0)
+            limits[key] = max(least, min(1.0, _OF_TORCHS * rounding))
             if (found := ours.get((in_jax(key[0]), key[1]))) is not None:
                 # Images: channels come last in Flax.
                 layouts = (found, found.transpose(0, 3, 1, 2)) if found.ndim == 4 else (found,)
@@ -169,13 +170,12 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
             finally:
                 _record.reset(token)
 
-        try:
-            zeros = jax.tree.map(jnp.zeros_like, recorded({})[1])
-            grads, values = jax.grad(recorded, has_aux=True)(zeros)
-            named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
-            return {key: np.asarray(one, np.float64) for key, one in named}
-        except (jax.errors.UnexpectedTracerError, jax.errors.TracerArrayConversionError) as error:
-            raise ValueError("modules and marks must not lie within jax.checkpoint, jax.vmap or a scan") from error
+        marked = recorded({})[1]
+        if within := [name for name, value in marked.items() if isinstance(value, jax.core.Tracer)]:
+            raise ValueError(f"modules and marks (={within}) must not lie within jax.checkpoint or jax.vmap")
+        grads, values = jax.grad(recorded, has_aux=True)(jax.tree.map(jnp.zeros_like, marked))
+        named = [((name, tree is grads), one) for tree in (values, grads) for name, one in tree.items()]
+        return {key: np.asarray(one, np.float64) for key, one in named}
 
 
 def _mark_linen(running: set[int], call: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -201,17 +201,24 @@ def test_what_a_module_makes_of_its_parents_output_is_its_output():
         def __call__(self, x):
             return jnp.where(Masked()(x), ScaledLinen(WIDTH, name="inner")(x), 0)
 
+    class OuterNnx(nnx.Module):
+        def __init__(self):
+            self.inner = ScaledNnx(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.inner(x)
+
     twin = nn.Sequential(OrderedDict(inner=Scaled(WIDTH, WIDTH)))
-    inner = nnx.Dict(inner=ScaledNnx(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(inner)
+    graph, state = nnx.split(OuterNnx())
     nnx.replace_by_pure_dict(state, {"inner": weights(twin)["inner"]})
     losses = {
         lambda params, batch: jnp.mean(Outer().apply({"params": params}, batch["x"]) ** 2): weights(twin),
-        lambda params, batch: jnp.mean(nnx.merge(graph, params)["inner"](batch["x"]) ** 2): state,
+        lambda params, batch: jnp.mean(nnx.merge(graph, params)(batch["x"]) ** 2): state,
     }
     for loss, params in losses.items():
         found = compare(loss, params, twin)
-        assert found.first is None and not [name for name in found.only_in_jax if name], found
+        assert found.first is None and not found.only_in_jax, found
+        assert {one.name for one in found.compared} == {"", "inner"}
 
 
 def test_marks_within_transformations_are_refused():

@@ -67,7 +67,8 @@ def check_step(
 
     Raises:
         StepParityError: If anything differs: with the likely cause of each.
-        ValueError: If the batch cannot be split, there are too few devices, or the step leaves the state as it is.
+        ValueError: If the batch cannot be split, there are too few devices, or the step changes no floating leaf of
+            the state by more than ``atol``.
     """
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)
@@ -93,12 +94,12 @@ class _Step:
         """Gives what differs."""
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not is_key(leaf)}
-        before = {name: _before(name, leaf, old) for name, leaf in one.items()}
-        state = [name for name in one if before[name] is not None and jnp.issubdtype(one[name].dtype, jnp.inexact)]
-        if not any(self._has_moved(one[name], before[name]) for name in state or one):
+        before = _before(one, old)
+        state = [name for name in before if jnp.issubdtype(one[name].dtype, jnp.inexact)] or list(one)
+        if all(name in before and difference(one[name], before[name]) <= self.atol for name in state):
             raise ValueError(
                 f"make_step's step must return what it changes, the next state, by more than atol (={self.atol:g}):"
-                " to be compared, its learning rate must not be 0"
+                " is its learning rate 0?"
             )
         shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
         is_same_of_shard = self._agree(self._run(1, shard), self._run(batch=jax.tree.map(self._alike, self.batch)))
@@ -111,13 +112,10 @@ class _Step:
             if name in unlike:
                 yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
             elif not apart <= self.atol:
-                cause = self._ratio(several[name], right, before[name]) or self._cause(one, is_same_of_shard)
+                cause = self._ratio(several[name], right, before.get(name)) or self._cause(one, is_same_of_shard)
                 yield Parted(name, apart, cause)
         for name in sorted(unlike - one.keys()):
             yield Parted(name, np.inf, "ranks hold keys that differ: each goes on with another state")
-
-    def _has_moved(self, leaf: np.ndarray, before: np.ndarray | None) -> bool:
-        return before is None or difference(leaf, before) > self.atol
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
         """Whether what a step adds to a leaf is N times too large or too small."""
@@ -174,11 +172,15 @@ class _Step:
         return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())
 
 
-def _before(name: str, leaf: np.ndarray, old: dict[str, np.ndarray]) -> np.ndarray | None:
-    """What a leaf of a result was in the state, of which it has the path, after that of the state in the result."""
-    paths = [path for path in old if f".{name}".endswith(f".{path}" if path else "")]
-    before = old[max(paths, key=len)] if paths else None
-    return before if before is not None and before.shape == leaf.shape else None
+def _before(one: dict[str, np.ndarray], old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the leaves of the next state were, by their names in a result, which has it at the path that holds most."""
+
+    def found(start: str) -> dict[str, np.ndarray]:
+        named = {start + path: leaf for path, leaf in old.items()}
+        return {name: leaf for name, leaf in named.items() if name in one and one[name].shape == leaf.shape}
+
+    starts = dict.fromkeys(name.removesuffix(path) for name in one for path in old)
+    return max((found(start) for start in starts if start[-1:] in ("", ".") or "" in old), key=len, default={})
 
 
 def _draws_noise(leaf: Any) -> bool:

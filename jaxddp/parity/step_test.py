@@ -114,7 +114,17 @@ def test_what_a_step_returns_may_be_in_any_order_and_of_any_kind(state, batch):
 
         return reversed_step
 
-    assert "4 times as large" in causes(make_step, state, batch)["2.opt.0.mu.w"]
+    found = causes(make_step, state, batch)
+    assert "4 times as large" in found["2.opt.0.mu.w"] and "0" not in found
+
+
+def test_gradients_beside_the_next_parameters_are_no_state(batch):
+    def step(params, batch):
+        grads = jax.tree.map(lambda one: jax.lax.psum(one, "data"), jax.grad(loss_fn)(params, batch))
+        return jax.tree.map(lambda one, grad: one - 0.1 * grad, params, grads), grads
+
+    found = causes(mapped(step), {"w": np.ones((3, 2)), "b": np.zeros(2)}, batch)
+    assert found.keys() == {"0.w", "0.b", "1.w", "1.b"} and all("4 times as large" in one for one in found.values())
 
 
 def test_keys_that_ranks_hold_otherwise_are_named_and_those_given_are_kept(state, batch):
@@ -199,7 +209,7 @@ def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
         ({"num_ranks": 1}, "num_ranks"), ({"num_ranks": 3}, "batch"), ({"num_ranks": 10**6}, "num_ranks"),
         ({"make_step": lambda mesh: lambda state, batch: None}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, {})}, "step must return what"),
-        ({"make_step": lambda mesh: lambda state, batch: (state, jnp.ones(2))}, "learning rate must not be 0"),
+        ({"make_step": lambda mesh: lambda state, batch: (state, jnp.ones(2))}, "is its learning rate 0"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(state, batch, options, name):

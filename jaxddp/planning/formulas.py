@@ -179,16 +179,14 @@ def times(
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * tokens
     compute, gathers, reductions, sums = _MULTIPLES[assumptions.passes]
     again = workload.recomputed if assumptions.passes != "forward" else 0.0
+    halves = 1 if assumptions.scattered else 2
     return Times(
         (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
         gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
         reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
-        sums
-        * (2 - assumptions.scattered)
-        * size_bytes
-        * assumptions.ring(dp)
+        sums * halves * size_bytes * assumptions.ring(dp)
         / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
-    )
+    )  # fmt: skip
 
 
 def min_tokens(

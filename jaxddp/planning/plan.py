@@ -56,8 +56,9 @@ class TrainingJob:
         # Gathers of the forward are held against it, or sums of gradients against the backward.
         passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
         element_bytes = dtype_bytes(self.cluster.dtype)
+        is_scattered = self.stage in (1, 2) and self.fsdp == self.num_data_ranks
         self.assumptions = Assumptions(
-            passes, ring_factors=not self.cluster.torus, scattered=self.stage in (1, 2), element_bytes=element_bytes
+            passes, ring_factors=not self.cluster.torus, scattered=is_scattered, element_bytes=element_bytes
         )
         self.held = self.per_parameter
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
@@ -97,7 +98,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "fits": total < chip.memory_bytes,
         "accumulation_steps": steps,
         "min_devices": min_devices,
-        # The others reduce once, in the last backward.
+        # The others reduce once a step: held against all of its micro-batches.
         "compute_bound": tokens >= least * (num_microbatches if job.gathers or job.stage == 2 else 1),
         "bytes_per_device": {
             **{name: round(num_bytes) for name, num_bytes in held.items()},
@@ -155,7 +156,7 @@ def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Bucket
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     """Computes the cost of reducing a bucket: its algorithm bandwidth, inf if nothing is sent, and seconds per call."""
     # Reduce-scattered over all ranks with other tokens, at stage 0 all-reduced, which is twice that.
-    halves, ring = 1 if job.stage else 2, job.assumptions.ring(job.num_data_ranks)
+    halves, ring = 1 if job.stage and job.fsdp > 1 else 2, job.assumptions.ring(job.num_data_ranks)
     if not ring:
         return math.inf, 0.0
     bytes_per_s = job.cluster.rates(job.num_data_ranks, job.tp).fsdp_bytes_per_s
@@ -188,8 +189,8 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:
     element_bytes = int(job.assumptions.element_bytes)
     return Run(
         job.workload, job.cluster.target.chip, job.cluster.products, job.cluster.network, job.num_data_ranks, tokens,
-        num_microbatches, ("bucketed", "zero1", "zero2", "zero3")[job.stage], DEFAULT_BUCKET_MB, element_bytes,
-        element_bytes, param_bytes=int(job.per_parameter.parameter),
+        num_microbatches, ("bucketed", "zero1", "zero2", "zero3")[job.stage if job.fsdp > 1 else 0], DEFAULT_BUCKET_MB,
+        element_bytes, element_bytes, param_bytes=int(job.per_parameter.parameter),
     )  # fmt: skip
 
 

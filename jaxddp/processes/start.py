@@ -18,7 +18,7 @@ from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
-from .watchdog import watch
+from .watchdog import refuse_second, watch
 
 
 def start_process(
@@ -53,8 +53,6 @@ def start_process(
     Raises:
         ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
     """
-    if jax.distributed.is_initialized():
-        raise ValueError("this process has joined its job before, and can do so once")
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
@@ -62,8 +60,12 @@ def start_process(
         return None
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
-        job = with_free_port(job, timeout_s)
-        _join(job, local_devices, timeout_s, stuck_s, preemption_service)
+        refuse_second(job)
+        found, job = job, with_free_port(job, timeout_s)
+        connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
+        watch(found, connections, stuck_s)
+        _use_gloo_at(address_here(job, connections))
+        _join(job, local_devices, timeout_s, preemption_service)
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
@@ -81,10 +83,7 @@ def local_rows(batch: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[index * size : (index + 1) * size], batch)
 
 
-def _join(job: Job, local_devices: list[int], timeout_s: float, stuck_s: float, preemption_service: bool) -> None:
-    connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
-    watch(job, connections, stuck_s)
-    _use_gloo_at(address_here(job, connections))
+def _join(job: Job, local_devices: list[int], timeout_s: float, preemption_service: bool) -> None:
     keep_to_loopback(job)
     jax.config.update("jax_enable_preemption_service", preemption_service)
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):

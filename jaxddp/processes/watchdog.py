@@ -260,17 +260,25 @@ def _last_step(process: _Process) -> str:
 
 
 _watchdog: _Watchdog | None = None
+_joined: set[str] = set()  # addresses of jobs
 
 
 def watch(
     job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int] = lambda: 0
 ) -> None:
-    """Starts the thread, whose the connections of ``meet`` become.
+    """Starts the thread, whose the connections of ``meet`` become; ``job`` as it was found.
 
     ``stuck_s`` are seconds without a word, or in which none goes further.
     """
     global _watchdog
+    _joined.add(job.address)
     _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
+
+
+def refuse_second(job: Job) -> None:
+    """Raises a ValueError if this process has joined this job before, whose port is in use: in either framework."""
+    if job.address in _joined:
+        raise ValueError("this process has joined its job before, and can do so once")
 
 
 def begin_step(is_call: bool = False) -> None:
