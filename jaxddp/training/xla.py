@@ -22,6 +22,9 @@ when its model of the target's own links says so, whatever the network is. The o
 its buffer is packed, with any number in flight: they queue on one stream, in the order of the plan. zero3 goes without
 them, or the gathers of all units would start at once. In its loops over layers, each round gathers for the next one,
 and scatters the gradients of the one before.
+
+XLA has kernels of its own for small all-reduces in place of NCCL's, which no scheduler moves: they would all run after
+the backward. jaxlib 0.12.0.1 cannot compile those of a few numbers over 64 H100.
 """
 
 import re
@@ -37,6 +40,7 @@ _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
 }
+_BY_NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}  # names kinds of collectives; older jaxlibs lack it
 _OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _ON_SPARSE_CORES: dict[str, str | int | bool] = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
@@ -71,6 +75,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: "all-reduce-contiguous"} if joins else {}),
             **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY),
+            **(_BY_NCCL if _jaxlib() >= (0, 12) else {}),
         }
     if platform == "tpu":
         ahead = _AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {}
@@ -81,7 +86,10 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
 def _ahead_in_loops() -> dict[str, str | bool]:
     """Lets each round of a loop start what the next one needs; the options have other names since jaxlib 0.11.1."""
     kinds = ("all_gather", "reduce_scatter")
-    version = tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
-    if version < (0, 11, 1):
+    if _jaxlib() < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
+
+
+def _jaxlib() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
