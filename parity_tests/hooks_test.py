@@ -71,7 +71,7 @@ def test_a_hook_is_the_same_in_both_packages(ranks, name):
     with jax.enable_x64(True):
         initial = to_numpy(jax_side.initial_params("toy", "float64"))
     for theirs in ranks.run(on_rank, name, initial, num_ranks=NUM_RANKS):
-        # Sums of two, and float64 before a cast, which JAX rounds once. PyTorch rounds it to float32 first, and so one of
-        # 20,000 to the next float16: an ulp of gradients below 1/16, times the rate. Not rounded, half would differ.
+        # Sums of two, and float64 before a cast, which JAX rounds once. PyTorch rounds it to float32 first, and so one
+        # of 20,000 to the next float16: an ulp of gradients below 1/16, times the rate. Not rounded, half would differ.
         apart = np.concatenate([np.abs(ours[key] - theirs[key]).ravel() for key in ours])
         assert np.mean(apart > 1e-12) <= (0.05 if name == "fp16" else 0) and apart.max() < 1e-5
