@@ -251,7 +251,9 @@ def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> 
     if done.returncode:
         printed = done.stderr.decode(errors="replace")
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-        raise TargetError(": ".join([ended, *printed.strip().splitlines()[-1:]])) from RuntimeError(printed)
+        lines = printed.strip().splitlines()[::-1]
+        errors = [line for line in lines if "rror" in line and "stack trace" not in line]  # it stands above a stack
+        raise TargetError(": ".join([ended, *(errors or lines)[:1]])) from RuntimeError(printed)
     answer = pickle.loads(done.stdout)
     if isinstance(answer, str):
         raise TargetError(f"compiling for {spec} failed: {answer.splitlines()[0]}") from RuntimeError(answer)
