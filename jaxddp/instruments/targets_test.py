@@ -73,6 +73,7 @@ def test_a_program_for_devices_that_are_not_here_is_all_there_but_cannot_run(pro
 
 
 def test_flags_of_the_process_and_options_of_the_program_arrive(monkeypatch):
+    jax.devices()  # this process has read its flags, or it would end by the wrong one
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
         start("h100:2").result()
