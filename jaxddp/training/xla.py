@@ -75,7 +75,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: "all-reduce-contiguous"} if joins else {}),
             **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY),
-            **(_BY_NCCL if _jaxlib() >= (0, 12) else {}),
+            **(_BY_NCCL if _jaxlib() >= (0, 11, 1) else {}),
         }
     if platform == "tpu":
         ahead = _AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {}

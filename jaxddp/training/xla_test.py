@@ -35,7 +35,8 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,
     }
-    by_nccl = {} if version.startswith(("0.10.", "0.11.")) else {"xla_gpu_experimental_use_collective_kernels": ""}
+    is_old = version.startswith("0.10.") or version == "0.11.0"
+    by_nccl = {} if is_old else {"xla_gpu_experimental_use_collective_kernels": ""}
     # All-reduces are joined, by bucket, and not copied for that.
     joined = THRESHOLDS | {
         "xla_gpu_all_reduce_combine_threshold_bytes": 2**40,
@@ -43,7 +44,6 @@ def test_on_gpus_nothing_is_merged_and_all_starts_early(version, monkeypatch):
     }
     assert options == joined | early | by_nccl
     assert jaxddp.compile_options(jaxddp.zero1(), "gpu") == THRESHOLDS | early | by_nccl
-    is_old = version.startswith("0.10.") or version == "0.11.0"
     name, value = ("xla_gpu_enable_pipelined_", True) if is_old else ("xla_gpu_pipeline_", _ON)
     ahead = {f"{name}{kind}": value for kind in ("all_gather", "reduce_scatter")}
     assert jaxddp.compile_options(jaxddp.zero3(), "gpu") == THRESHOLDS | ahead | by_nccl  # in loops over layers
