@@ -23,6 +23,7 @@ def test_the_main_job_is_small_and_strategies_have_peers():
     assert (torch_case.name, jax_case.name, setup.frameworks) == ("torchref", "jaxddp", ("jaxddp",))
     assert (setup.model, setup.global_batch, setup.ranks) == ("byte_shallow", 4, Ranks(2, "simulated"))
     assert setup.must_learn
+    assert len(strategies.main_cases(options(quick=True))[0].setup.batches) < len(setup.batches)
     of_random = strategies.main_cases(options(model="tiny", batch_size=8))[0].setup
     assert of_random.tolerance is None and not of_random.must_learn and of_random.global_batch == 8
     assert of_random.learning_rate < setup.learning_rate

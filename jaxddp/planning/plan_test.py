@@ -16,6 +16,7 @@ XXL = feed_forward(width=16384, hidden=53248, num_blocks=126)
 XL = transformer(vocab=10_000, context=128, width=768, num_layers=16, num_heads=12, hidden=3200)
 V5P = cluster_of(target("v5p:64"), "bfloat16")
 H100 = cluster_of(target("h100:8"), "bfloat16")
+MODEL = feed_forward(64, 256)
 BOOK = TrainingJob(XXL, V5P, fsdp=16, tp=4, tokens=25_302)
 
 
@@ -109,3 +110,19 @@ def test_the_best_buckets_are_those_of_the_backward_and_its_collectives():
     assert plan(one)["bytes_per_device"]["gradient_buckets"] == 2 * XL.num_params / 8
     small = transformer(vocab=50_000, context=128, width=768, num_layers=1, num_heads=12, hidden=3200)
     assert plan(job(model=small, stage=0, tokens=1024))["bytes_per_device"]["gradient_buckets"] == 2 * 50_000 * 768
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "data_ranks"),
+    [
+        ({"fsdp": 16, "tp": 4}, (16, 4, 1), 16),
+        ({"fsdp": 4, "tp": 4}, (4, 4, 4), 16),
+        ({"fsdp": 16, "tp": 4, "stage": 1}, (1, 4, 16), 16),
+        ({"fsdp": 1, "tp": 4}, (1, 4, 16), 16),
+        ({"fsdp": 1, "tp": 64}, (1, 64, 1), 1),
+    ],
+)
+def test_what_does_not_gather_sums_gradients(options, ranks, data_ranks):
+    job = TrainingJob(MODEL, V5P, **options)
+    assert (job.ranks, job.num_data_ranks) == (ranks, data_ranks)
+    assert job.gathers == (ranks[0] > 1)

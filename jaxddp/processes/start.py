@@ -61,11 +61,12 @@ def start_process(
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
         refuse_second(job)
-        found, job = job, with_free_port(job, timeout_s)
-        connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
-        watch(found, connections, stuck_s)
-        _use_gloo_at(address_here(job, connections))
-        _join(job, local_devices, timeout_s, preemption_service)
+        place = with_free_port(job, timeout_s)
+        connections = meet(place, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
+        watch(job, connections, stuck_s)
+        _use_gloo_at(address_here(place, connections))
+        _join(place, local_devices, timeout_s, preemption_service)
+        job = place
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
