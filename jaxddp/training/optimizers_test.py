@@ -28,6 +28,10 @@ CASES = {  # of each optimizer, the strategies that refuse it
         lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, rtol=1.0)),
         {},
     ),
+    "while the loss falls it does nothing": (
+        lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
+        {},
+    ),
 }
 
 
