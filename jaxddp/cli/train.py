@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..arguments import check_integer
+from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..plugins import import_jax
 from ..processes.job import find_job
@@ -72,6 +72,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
+        check_integer("checkpoint_every", self.checkpoint_every, 0)
+        check_positive("learning_rate", self.learning_rate)
         if check_integer("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:
@@ -201,7 +203,7 @@ def take_steps(
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
 
-            is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
+            is_due = step == options.steps or (options.checkpoint_every and step % options.checkpoint_every == 0)
             is_last = error is not None or step == options.steps
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
