@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..processes.replicas import replicas_differ
 from ..tree import named_leaves
@@ -66,7 +66,8 @@ def _checksum_by_device(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array]
         return _checksum(held)[None]
 
     by_device = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False))
+    checksums = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False)
+    return jax.jit(checksums, out_shardings=NamedSharding(mesh, by_device))  # else JAX drops axes that are XLA's
 
 
 def _checksum(leaf: Any) -> jax.Array:

@@ -83,3 +83,20 @@ def test_wide_and_narrow_leaves_are_compared_by_all_their_bits():
                 changed.view(np.uint8)[3 * array.dtype.itemsize + byte] ^= 1
                 assert int(_checksum(jnp.asarray(changed))) != before, (dtype, byte)
     assert int(_checksum(jax.random.key(1))) != int(_checksum(jax.random.key(2)))
+
+
+@pytest.mark.parametrize("names", [("data", "model"), ("model", "data")])
+def test_every_device_of_a_mesh_with_other_axes_is_compared(names):
+    mesh = jax.make_mesh((3, 2), names)  # of explicit axes, as JAX makes them
+    specs = {"up": jax.P(None, "model"), "down": jax.P("model")}
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.bucketed(), mesh, axis="data", param_specs=specs)
+    state = trainer.init({"up": np.ones((3, 6), np.float32), "down": np.ones((6, 1), np.float32)})
+    jaxddp.check_replicas(trainer, state)
+    for rank in range(mesh.size):
+        changed = state._replace(params=state.params | {"up": flip(state.params["up"], rank, 3)})
+        with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank"):
+            jaxddp.check_replicas(trainer, changed)
