@@ -295,7 +295,7 @@ def _compute(program: core.ClosedJaxpr, given: Sequence[Any], is_wanted: Sequenc
     jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
     # An operation of several parameters that are used apart is kept whole: zeros for the others.
     args = [
-        jnp.zeros(aval.shape, aval.dtype) if array is None else array
+        jnp.zeros(aval.shape, aval.dtype) if array is None else jnp.asarray(array, aval.dtype)
         for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
         if used
     ]
@@ -318,7 +318,7 @@ def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> lis
 
 
 def _forms(state: Any) -> Any:
-    return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+    return jax.tree.structure(state), [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(state)]
 
 
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:

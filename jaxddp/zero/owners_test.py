@@ -168,3 +168,23 @@ def test_a_state_that_changes_its_dtype_is_refused():
 
     widening = optax.GradientTransformation(lambda params: optax.tree.zeros_like(params, dtype=jnp.bfloat16), changes)
     assert "must keep one structure, and state its dtypes" in refusal(LeafOwners, widening, inputs()[0], 2)
+
+
+def test_states_of_pythons_numbers_and_rates_of_another_dtype_are_taken():
+    def update(updates, state, params=None):
+        mean = jax.tree.map(lambda old, new: jnp.where(state["is_first"], new, (old + new) / 2), state["mean"], updates)
+        return mean, {"is_first": False, "mean": mean}
+
+    starts = optax.GradientTransformation(
+        lambda params: {"is_first": True, "mean": optax.tree.zeros_like(params)}, update
+    )
+    optimizer, (params, batch) = optax.chain(starts, optax.inject_hyperparams(optax.sgd)(0.1)), inputs(np.float32)
+    found = []
+    for strategy in (jaxddp.naive(), jaxddp.zero1(shard="leaves")):
+        trainer = trainer_of(strategy, optimizer=optimizer)
+        state = trainer.init(params)
+        for rate in (1, 0.5):  # an integer, and a float64
+            getattr(state.opt_state, "shared", state.opt_state)[1].hyperparams["learning_rate"] = rate
+            state, _ = trainer.step(state, batch)
+        found.append(trainer.params(state))
+    assert_near(*found, atol=1e-6)  # in float32, of a few steps of size 1
