@@ -49,8 +49,12 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         assert len(compiles) == 2
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), regression_batch(8))
         assert trainer.compile(*shapes) is trainer.compile(state, regression_batch(8)) is trainer.compile(state, wide)
-        trainer.step(state, regression_batch(24))
+        state, _ = trainer.step(state, regression_batch(24))
         assert len(compiles) == 2
+        state, _ = trainer.step(state, wide)
+        with jax.enable_x64(True):
+            trainer.step(state, wide)  # which is float32 no longer
+        assert len(compiles) == 3
     finally:
         jax.monitoring.clear_event_listeners()
 
