@@ -126,11 +126,11 @@ def check_weights(net, alone):
         assert (full[name] - parameter).abs().max() <= 1e-12  # float64: the order of sums
 
 
-def check_a_step(net, forward, alone):
-    tx = optimizer_of(net)
+def check_a_step(net, forward, alone, step=None):
+    step = step or optimizer_of(net).step
     forward(rows()[dist.get_rank() :: 2]).square().sum().backward()
     net.finish_gradient_synchronization()
-    tx.step()
+    step()
     (alone(rows()).square().sum() / 2).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     check_weights(net, alone)
@@ -187,6 +187,15 @@ def compiled():
     check_a_step(net, net, model().double())
 
 
+def compiled_steps():
+    """Of optimizers whose steps communicate."""
+    net = torchref.ZeRO1(model().double(), torch.optim.SGD, lr=0.1)
+    check_a_step(net, net, model().double(), torch.compile(net.step, backend="eager"))
+    net = torchref.BucketedDDP(model().double())
+    sharded = torchref.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    check_a_step(net, net, model().double(), torch.compile(sharded.step, backend="eager"))
+
+
 def gradients_of_gradients():
     """What meta-learning does: gradients are reduced without their graph."""
     net = torchref.ZeRO1(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
@@ -198,8 +207,7 @@ def gradients_of_gradients():
     "check",
     [
         reading, uses_of_a_shard, shapes_and_averages, another_order, an_optimizer_made_first,
-        a_forward_hook_that_reads_a_weight, compiled,
-        gradients_of_gradients,
+        a_forward_hook_that_reads_a_weight, compiled, compiled_steps, gradients_of_gradients,
     ],
 )  # fmt: skip
 def test_a_shard_answers_as_the_whole_or_refuses(ranks, check):
