@@ -40,7 +40,11 @@ def devices() -> list[Any]:
     # How to recognise the devices of other plugins is not known here.
     if not platforms and not has_device_files() and set(_plugins()) <= set(cuda_plugins()):
         jax.config.update("jax_platforms", "cpu")
-    return jax.devices()
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter, without a word, of CUDA without a driver
+        named = jax.config.jax_platforms  # type: ignore[attr-defined]
+        raise ValueError(f"JAX must find a device for JAX_PLATFORMS (={named}): {error or 'no driver'}") from error
 
 
 def cuda_plugins() -> list[str]:

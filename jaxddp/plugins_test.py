@@ -31,12 +31,13 @@ def test_neither_the_import_nor_a_mesh_touches_file_descriptors():
 
 def test_platforms_that_were_asked_for_stay():
     code = WITHOUT_DEVICES + (
-        "import jax\n"
-        "jax.config.update('jax_platforms', 'tpu')\n"
-        "try: plugins.devices()\n"
-        "except RuntimeError as error: print(jax.config.jax_platforms, 'tpu' in str(error))"
+        "import jax\ntry: plugins.devices()\nexcept ValueError as error: print(jax.config.jax_platforms, error)"
     )
-    assert run(code, TPU_SKIP_MDS_QUERY="1").stdout == "tpu True\n"
+    for name in ("tpu", "cuda"):
+        found = run(code, JAX_PLATFORMS=name, TPU_SKIP_MDS_QUERY="1").stdout
+        assert (
+            found.startswith(f"{name} JAX must find a device for JAX_PLATFORMS (={name}): ") and found.count("\n") == 1
+        )
 
 
 def test_device_files_and_unknown_plugins_leave_the_choice_to_jax():

@@ -117,7 +117,7 @@ class _Processes:
             with contextlib.ExitStack() as stack:
                 log = None
                 if rank > 0 and log_dir is not None:
-                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab" if restart else "wb"))
+                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab"))
                 process = subprocess.Popen(
                     child_command(command),
                     env=os.environ | variables,

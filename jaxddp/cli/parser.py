@@ -5,7 +5,9 @@ Signals of schedulers are noted, so that a run can save before it ends.
 
 import argparse
 import gc
+import io
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +68,8 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for module in modules:
         module.add_parser(commands)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path that it cannot encode would end the run
     parsed = parser.parse_args(arguments)
     gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:

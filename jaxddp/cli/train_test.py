@@ -73,10 +73,12 @@ def test_every_option_is_a_flag(monkeypatch):
     assert seen == [TrainOptions(), TrainOptions(**everything)]
 
 
-def test_program_in_a_pipe():
-    arguments = "--model byte_shallow --devices 2 --steps 6 --batch-size 4 --checkpoint-every 3".split()
-    result = subprocess.run([*TRAIN, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_program_in_a_pipe_that_cannot_encode_a_path(tmp_path):
+    arguments = "--model byte_shallow --devices 2 --steps 6 --batch-size 4 --checkpoint-every 3 --checkpoint".split()
+    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    command = [*TRAIN, *arguments, tmp_path / "ü"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stderr) == (0, "") and "\\xfc: steps 3, 6\n" in result.stdout
     losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
     assert len(losses) == 6 and losses[0] > 5 and min(losses[1:]) < losses[0] - 1
     assert re.findall(r"^step (\d)/6 .* validation ", result.stdout, re.M) == ["3", "6"]
