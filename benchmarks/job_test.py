@@ -12,10 +12,10 @@ from jaxddp.conftest import free_port
 from parity_tests.job_test import environment, slurm as slurm
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-FULL = pytest.mark.full
-LAUNCHERS = {"torchrun": (), "mpirun": (pytest.mark.mpi, FULL), "srun": (pytest.mark.slurm, FULL)}
+LAUNCHERS = {"torchrun": (), "mpirun": pytest.mark.mpi, "srun": pytest.mark.slurm}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [pytest.param(name, marks=marks) for name, marks in LAUNCHERS.items()])
 def test_a_benchmark_runs_on_the_ranks_of_a_job(launcher, tmp_path, request):
     variables = request.getfixturevalue("slurm") if launcher == "srun" else {}
