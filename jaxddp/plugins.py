@@ -44,7 +44,8 @@ def devices() -> list[Any]:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter, without a word, of CUDA without a driver
         named = jax.config.jax_platforms  # type: ignore[attr-defined]
-        raise ValueError(f"JAX must find a device for JAX_PLATFORMS (={named}): {error or 'no driver'}") from error
+        why = f"JAX must find a device for JAX_PLATFORMS (={named}), else unset it: {error or 'no driver'}"
+        raise ValueError(why) from error
 
 
 def cuda_plugins() -> list[str]:

@@ -129,10 +129,7 @@ def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int)
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
             return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
-        causes = "reinstall it, or end what holds the GPUs"
-        if framework == "JAX" and "JAX_PLATFORMS" in os.environ:
-            causes = f"unset JAX_PLATFORMS, {causes}"
-        return Line(framework, answer, f"{framework} must start here: {causes}", FAIL)
+        return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
     found = answer["devices"]
     said = f"{answer['version']} on {len(found)} x {found[0]}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
