@@ -32,11 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..communication.collectives import all_gather, is_silent, silent
 from ..communication.reduction import order_token
 from ..communication.sharding import Cut, scatter_sum
+from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks
@@ -116,6 +118,35 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
     gathered = jax.custom_vjp(forward)
     gathered.defvjp(forward_of, backward, symbolic_zeros=True)
     return gathered([shard.local for shard in shards], list(others))
+
+
+def gather_for(
+    program: core.ClosedJaxpr, places: Sequence[int], shards: list[Shard], ranks: Ranks, others: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Gathers what a program takes at these places; where it casts all of it to a narrower dtype, in that one.
+
+    XLA for GPUs would move such a cast before the gather, and send less than planned.
+    """
+    dtype, sent = _cast(program, places), shards
+    if dtype is not None and all(dtype.itemsize < one.dtype.itemsize for one in shards):
+        sent = [one._replace(dtype=dtype) for one in shards]
+    full, others = gather(sent, ranks, others)
+    return [array.astype(one.dtype) for array, one in zip(full, shards, strict=True)], others
+
+
+def _cast(program: core.ClosedJaxpr, places: Sequence[int]) -> Any:
+    """The floating dtype to which a program casts each of these inputs, once and before any other use; else None."""
+    uses: list[Any] = []
+
+    def rule(equation: Any, is_given: list[bool]) -> list[bool]:
+        if any(is_given):
+            uses.append(equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else None)
+        return [False] * len(equation.outvars)
+
+    given = [place in places for place in range(len(program.jaxpr.invars))]
+    is_result = any(interpret(program, given, rule, lambda *_: False, TRANSPARENT))
+    is_one = len({*uses}) == 1 and len(uses) == len(places) and not is_result
+    return uses[0] if is_one and uses[0] is not None and jnp.issubdtype(uses[0], jnp.floating) else None
 
 
 @jax.named_scope(SYNC_SCOPE)

@@ -59,7 +59,7 @@ from ..layout import Leaf, cut_leaf
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
-from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
+from .gather import Order, Shard, after_loop, computed_again, gather_for, in_order, put, stacked_dims
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -127,7 +127,7 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
         ] + jax.tree.leaves(inputs)
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
         if early := sorted(_used_outside(program, stacked)):
-            values = put(values, early, gather([values[at] for at in early], ranks)[0])
+            values = put(values, early, gather_for(program, early, [values[at] for at in early], ranks)[0])
         if early and not has_warned and not any(isinstance(one, Shard) for one in values):
             has_warned = True
             warnings.warn(
@@ -273,8 +273,8 @@ def _run_units(
             arrays = values[len(shards) :]
             if not is_unit:
                 return _run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
-            own, arrays = (gather(own, ranks)[0], arrays) if follows_loop else gather(own, ranks, arrays)
-            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
+            own, waited = gather_for(inner, places, own, ranks, [] if follows_loop else arrays)
+            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, waited or arrays))
 
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])

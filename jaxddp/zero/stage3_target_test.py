@@ -15,7 +15,7 @@ import pytest
 
 import jaxddp
 from jaxddp import targets
-from jaxddp.comparison_test import mostly_full
+from jaxddp.comparison_test import compiled_as_planned, mostly_full
 from jaxddp.instruments.collectives import Collectives
 from jaxddp.instruments.schedule import read_schedule
 
@@ -138,3 +138,21 @@ def test_gathers_run_while_the_layer_before_computes_in_the_backward_too(compile
     """They wait for no gradient of their layer's results."""
     gathers = [one for one in compiled("loop", FEW).found.found if one.kind == "all-gather"]
     assert sum(one.count for one in gathers) == 2 * FEW + 2 and all(one.is_hidden for one in gathers)
+
+
+@pytest.mark.parametrize("kind", mostly_full(["loop"], KINDS))
+def test_units_that_cast_their_parameters_gather_as_planned(kind):
+    """XLA would cast before the gather if the plan did not."""
+    unit = jaxddp.layer(lambda kernel, x: jnp.tanh(x @ kernel.astype(jnp.bfloat16)))
+
+    def loss_fn(params, x):
+        if kind == "scan":
+            return jnp.mean(jax.lax.scan(lambda x, kernel: (unit(kernel, x), None), x, params)[0].astype(jnp.float32))
+        return jnp.mean(functools.reduce(lambda x, kernel: unit(kernel, x), params, x).astype(jnp.float32))
+
+    one = jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32)
+    params = one if kind == "scan" else [jax.ShapeDtypeStruct(one.shape[1:], one.dtype)] * len(one.shape)
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), jaxddp.zero3(), targets.mesh(f"h100:{NUM_RANKS}"))
+    batch = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    found = compiled_as_planned(trainer, trainer.abstract_state(params), batch)
+    assert {size for kind, size in found if kind == "all-gather"} == {2 * WIDTH * WIDTH}

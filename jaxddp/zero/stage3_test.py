@@ -231,6 +231,49 @@ def test_a_unit_computes_again_what_a_checkpoint_in_it_does_not_save_and_else_no
     assert num_products(loop, SHARDED) == 3 * NUM_LAYERS  # forward, and the gradients of both factors
 
 
+def cast_alone(one, x):
+    return x @ one["kernel"].astype(x.dtype) + one["bias"].astype(x.dtype)
+
+
+def cast_in_a_call(one, x):
+    return jax.checkpoint(cast_alone)(one, x)
+
+
+def cast_in_part(one, x):
+    return (x @ one["kernel"].astype(x.dtype) + one["bias"]).astype(x.dtype)
+
+
+def cast_twice(one, x):
+    return cast_alone(one, x) + x @ one["kernel"].astype(x.dtype)
+
+
+def cast_and_kept(one, x):
+    return cast_alone(one, x) + 0 * one["kernel"].sum().astype(x.dtype)
+
+
+CASTS = {cast_alone: 2, cast_in_a_call: 2, cast_in_part: 4, cast_twice: 4, cast_and_kept: 4}
+
+
+@pytest.mark.parametrize("fn", CASTS, ids=lambda fn: fn.__name__)
+def test_a_unit_that_casts_all_it_takes_gathers_it_in_that_dtype(fn):
+    """Of integers, which bfloat16 has exactly: bit for bit what a strategy without gathers gives."""
+    unit, draw = jaxddp.layer(fn), np.random.default_rng(0).integers
+
+    def loss_fn(params, x):
+        return jnp.mean(chain(params, x.astype(jnp.bfloat16), unit).astype(jnp.float32))
+
+    shapes = {"kernel": (WIDTH, WIDTH), "bias": WIDTH}
+    params = [{name: draw(-1, 2, shape).astype("f") for name, shape in shapes.items()} for _ in range(2)]
+    batch, trained = draw(-1, 2, (4, WIDTH)).astype("f"), []
+    for strategy in (jaxddp.naive(), SHARDED):
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), strategy, jaxddp.data_mesh(2))
+        state = trainer.init(params)
+        found = compiled_as_planned(trainer, state, batch)
+        trained.append(trainer.params(trainer.step(state, batch)[0]))
+    assert {size for kind, size in found if kind == "all-gather"} == {CASTS[fn] * (WIDTH + 1) * WIDTH}
+    jax.tree.map(np.testing.assert_array_equal, *trained)
+
+
 def test_a_parameter_that_is_asked_for_and_never_read_is_an_array():
     dense_unit = jaxddp.layer(lambda kernel, x: x @ kernel)
 
