@@ -28,7 +28,7 @@ AUTO = "auto"
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
 
 
-@dataclass
+@dataclass(repr=False)
 class Inspection:
     """One strategy's step on a target, ``compiled`` and ``as_planned`` or not; ``title`` has target and network."""
 
@@ -53,6 +53,11 @@ class Inspection:
             flops[dtype if count == 1 else f"{count} x {dtype}"] += each  # type: ignore[assignment]
         products = " and ".join(dtype for dtype, _ in flops.most_common()) or "no products"
         self.title = f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"
+
+    def __repr__(self) -> str:
+        """One line, without operations."""
+        said = {None: "nothing planned", True: "as planned", False: "NOT AS PLANNED"}[self.as_planned]
+        return f"<{self.strategy} on {self.target.spec}: {self.simulation.step_s * 1e3:.4g} ms a step, {said}>"
 
     @property
     def notes(self) -> list[str]:

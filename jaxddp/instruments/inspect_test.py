@@ -55,6 +55,7 @@ def test_memory_is_what_a_hand_computes(found):
 
 def test_the_bound_is_one_and_below_every_step(found):
     bucketed, auto = found
+    assert repr(bucketed).endswith("as planned>") and repr(auto).endswith("nothing planned>")
     assert bucketed.bound == auto.bound
     assert bucketed.bound.all_reduce_s == NETWORK.seconds("all-reduce", 4 * NUM_PARAMS, range(16))
     for each in found:

@@ -161,8 +161,9 @@ class _Step:
         """What the step returns, by name; of all ranks and its own batch and state if not given."""
         mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
         batch, state = self.batch if batch is None else batch, self.state if state is None else state
-        state = jax.tree.map(lambda leaf: leaf.copy() if is_key(leaf) else leaf, state)  # which a step may donate
-        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+        state = jax.tree.map(
+            jnp.array, state
+        )  # which a step may donate; of no devices yet, since pmap copies it itself
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
         found = named_leaves(jax.tree.map(jnp.asarray, jax.block_until_ready(self.make_step(mesh)(state, batch))))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}

@@ -67,6 +67,18 @@ def test_right_steps_pass(state, batch):
 
     check_step(lambda mesh: jax.jit(without_mesh, donate_argnums=0), state, batch, num_ranks=2)
 
+    def by_pmap(mesh):
+        step = jax.pmap(step_with(mean), "data", devices=list(mesh.devices.flat))
+
+        def of_all(state, batch):  # stacks the state, and splits the batch
+            state = jax.tree.map(lambda leaf: jnp.stack([leaf] * mesh.size), state)
+            split = jax.tree.map(lambda leaf: leaf.reshape(mesh.size, -1, *leaf.shape[1:]), batch)
+            return jax.tree.map(lambda leaf: leaf[0], step(state, split))
+
+        return of_all
+
+    check_step(by_pmap, state, batch)
+
 
 def masked_loss(params, batch):
     error = jnp.sum((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, -1)
