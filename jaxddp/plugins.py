@@ -42,10 +42,11 @@ def devices() -> list[Any]:
         jax.config.update("jax_platforms", "cpu")
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a word, of CUDA without a driver
-        named = jax.config.jax_platforms  # type: ignore[attr-defined]
-        why = f"JAX must find a device for JAX_PLATFORMS (={named}), else unset it: {error or 'no driver'}"
-        raise ValueError(why) from error
+    except (RuntimeError, AssertionError) as error:  # CUDA without a driver raises the latter, without a message
+        if not platforms:
+            raise
+        found = error or "no driver"
+        raise ValueError(f"JAX_PLATFORMS (={platforms}) must name platforms that this machine has: {found}") from error
 
 
 def cuda_plugins() -> list[str]:

@@ -117,6 +117,7 @@ class _Processes:
             with contextlib.ExitStack() as stack:
                 log = None
                 if rank > 0 and log_dir is not None:
+                    # Appended: another job may still write there.
                     log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab"))
                 process = subprocess.Popen(
                     child_command(command),

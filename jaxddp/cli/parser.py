@@ -68,8 +68,8 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for module in modules:
         module.add_parser(commands)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path that it cannot encode would end the run
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # else a path that it cannot encode ends the run
     parsed = parser.parse_args(arguments)
     gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:

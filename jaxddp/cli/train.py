@@ -203,7 +203,7 @@ def take_steps(
             elif step < options.steps and training.is_signalled(signals):
                 error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
 
-            is_due = step == options.steps or (options.checkpoint_every and step % options.checkpoint_every == 0)
+            is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
             is_last = error is not None or step == options.steps
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()

@@ -75,7 +75,7 @@ def test_every_option_is_a_flag(monkeypatch):
 
 def test_program_in_a_pipe_that_cannot_encode_a_path(tmp_path):
     arguments = "--model byte_shallow --devices 2 --steps 6 --batch-size 4 --checkpoint-every 3 --checkpoint".split()
-    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [*TRAIN, *arguments, tmp_path / "ü"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "") and "\\xfc: steps 3, 6\n" in result.stdout

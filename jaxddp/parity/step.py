@@ -57,7 +57,7 @@ def check_step(
 
     Args:
         make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays.
-        state: A tree of arrays and PRNG keys; kept. Each rank is given all of it.
+        state: A tree of arrays and PRNG keys; kept. Each rank is given all of it, uncommitted.
         batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
         num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
         axis: Name of the mesh axis.
@@ -161,9 +161,8 @@ class _Step:
         """What the step returns, by name; of all ranks and its own batch and state if not given."""
         mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
         batch, state = self.batch if batch is None else batch, self.state if state is None else state
-        state = jax.tree.map(
-            jnp.array, state
-        )  # which a step may donate; of no devices yet, since pmap copies it itself
+        # A copy, which a step may donate; uncommitted, since pmap refuses what lies on a mesh.
+        state = jax.tree.map(jnp.array, state)
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
         found = named_leaves(jax.tree.map(jnp.asarray, jax.block_until_ready(self.make_step(mesh)(state, batch))))
         self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}

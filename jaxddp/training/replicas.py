@@ -67,7 +67,7 @@ def _checksum_by_device(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array]
 
     by_device = PartitionSpec(mesh.axis_names)
     checksums = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False)
-    return jax.jit(checksums, out_shardings=NamedSharding(mesh, by_device))  # else JAX drops axes that are XLA's
+    return jax.jit(checksums, out_shardings=NamedSharding(mesh, by_device))  # else JAX drops axes that are not of ranks
 
 
 def _checksum(leaf: Any) -> jax.Array:

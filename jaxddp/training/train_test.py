@@ -53,7 +53,7 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         assert len(compiles) == 2
         state, _ = trainer.step(state, wide)
         with jax.enable_x64(True):
-            trainer.step(state, wide)  # which is float32 no longer
+            trainer.step(state, wide)  # float64 now: another program
         assert len(compiles) == 3
     finally:
         jax.monitoring.clear_event_listeners()
@@ -137,7 +137,7 @@ def test_a_trainer_tells_states_of_several_models_apart_by_their_shards():
 def test_a_callers_arrays_stay_valid():
     trainer = make()
     for params in (linear_params(), jax.tree.map(np.array, linear_params())):
-        with jax.transfer_guard("disallow"):  # which copies by hand pass
+        with jax.transfer_guard("disallow"):  # explicit copies pass it
             state = trainer.init(params)
             found = trainer.params(state)
             trainer.step(state, regression_batch())

@@ -84,7 +84,7 @@ def count_examples(batch: Any) -> int:
 
 
 def host_arrays(batch: Any) -> Any:
-    """Turns other frameworks' arrays in a batch, such as PyTorch's tensors, into NumPy's, in the dtypes that JAX keeps.
+    """Turns arrays in a batch, such as PyTorch's tensors, into NumPy's, and casts them to the dtypes that JAX keeps.
 
     Refuses an integer that does not fit into what JAX keeps of it, 32 bits without x64.
     """
@@ -97,7 +97,7 @@ def host_arrays(batch: Any) -> Any:
             leaves[place] = jnp.from_dlpack(leaf)
             continue
         array = np.asarray(leaf)
-        # Before device_put, which may give float32 again under x64 for what it was given without it (jax 0.10, 0.12).
+        # Cast here: under x64, device_put may give float32 again for an array that it took without (jax 0.10, 0.12).
         leaves[place] = kept = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
         if array.dtype.kind in "iu" and array.dtype != kept.dtype and (array != kept).any():
             name = [*named_leaves(batch)][place]

@@ -3,8 +3,8 @@
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
     backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
-A shard holds the master. It is cast to the compute dtype before the gather; its gradient is summed in ``grad_dtype``
-and returned in the master's.
+A shard holds the master. It is cast to the compute dtype before the gather, or to a narrower one to which the unit
+casts all that it takes; its gradient is summed in ``grad_dtype`` and returned in the master's.
 
 At most three units' parameters are gathered, or wait for their scatter, at a time. XLA may start the gathers of later
 units at once, or let the backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from ..communication.collectives import all_gather, is_silent, silent
 from ..communication.reduction import order_token
 from ..communication.sharding import Cut, scatter_sum
-from ..communication.traces import TRANSPARENT, interpret
+from ..communication.traces import CALLS, CHECKPOINT, interpret
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
 from ..strategy import Ranks
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
     local: jax.Array
     leaf: Leaf  # where the whole lies
-    dtype: Any  # of the full parameter, as the loss takes it
+    dtype: Any  # in which it is gathered
     grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 
     @property
@@ -123,30 +123,35 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
 def gather_for(
     program: core.ClosedJaxpr, places: Sequence[int], shards: list[Shard], ranks: Ranks, others: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """Gathers what a program takes at these places; where it casts all of it to a narrower dtype, in that one.
+    """Gathers the parameters that a program takes at these places; in a narrower dtype if it casts all of them to it.
 
     XLA for GPUs would move such a cast before the gather, and send less than planned.
     """
-    dtype, sent = _cast(program, places), shards
-    if dtype is not None and all(dtype.itemsize < one.dtype.itemsize for one in shards):
-        sent = [one._replace(dtype=dtype) for one in shards]
+    dtype = _cast(program, places)
+    is_narrower = dtype is not None and all(dtype.itemsize < one.dtype.itemsize for one in shards)
+    is_master = all(one.dtype == one.leaf.dtype for one in shards)  # else it would be rounded once, and not twice
+    sent = [one._replace(dtype=dtype) for one in shards] if is_narrower and is_master else shards
     full, others = gather(sent, ranks, others)
     return [array.astype(one.dtype) for array, one in zip(full, shards, strict=True)], others
 
 
 def _cast(program: core.ClosedJaxpr, places: Sequence[int]) -> Any:
     """The floating dtype to which a program casts each of these inputs, once and before any other use; else None."""
-    uses: list[Any] = []
+    uses: list[tuple[int, Any]] = []  # a place, and the dtype that it is cast to; None if it is used otherwise
 
-    def rule(equation: Any, is_given: list[bool]) -> list[bool]:
-        if any(is_given):
-            uses.append(equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else None)
-        return [False] * len(equation.outvars)
+    def rule(equation: Any, inputs: list[int | None]) -> list[None]:
+        dtype = equation.params["new_dtype"] if equation.primitive.name == "convert_element_type" else None
+        uses.extend((place, dtype) for place in inputs if place is not None)
+        return [None] * len(equation.outvars)
 
-    given = [place in places for place in range(len(program.jaxpr.invars))]
-    is_result = any(interpret(program, given, rule, lambda *_: False, TRANSPARENT))
-    is_one = len({*uses}) == 1 and len(uses) == len(places) and not is_result
-    return uses[0] if is_one and uses[0] is not None and jnp.issubdtype(uses[0], jnp.floating) else None
+    given = [place if place in places else None for place in range(len(program.jaxpr.invars))]
+    # Not into custom_vjp and the like, whose derivatives may use what their programs cast.
+    results = interpret(program, given, rule, lambda *_: None, (*CALLS, CHECKPOINT))
+    uses += [(place, None) for place in results if place is not None]
+    dtypes = {dtype for _, dtype in uses}
+    is_each_once = sorted(place for place, _ in uses) == sorted(places) and len(dtypes) == 1
+    dtype = dtypes.pop() if is_each_once else None
+    return dtype if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else None
 
 
 @jax.named_scope(SYNC_SCOPE)

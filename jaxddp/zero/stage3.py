@@ -274,7 +274,8 @@ def _run_units(
             if not is_unit:
                 return _run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
             own, waited = gather_for(inner, places, own, ranks, [] if follows_loop else arrays)
-            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, waited or arrays))
+            arrays = arrays if follows_loop else waited
+            return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
 
         if not is_unit:
             compute = jax.checkpoint(compute, policy=params["policy"], prevent_cse=params["prevent_cse"])

@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # Of this group only: the options of the others may have been changed in param_groups.
             added.update(group_options(self.local.param_groups[-1]))
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # its collectives are not for a compiler
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's parameters, then broadcasts every parameter from its owner.

@@ -90,7 +90,7 @@ class ZeRO1(DataParallel):
         """All trained parameters are updated by shards; the module's own are whole."""
         return {name: (shard, self._cuts[name]) for name, shard in self._shards.items()}
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # its collectives are not for a compiler
     def step(self) -> None:
         """Updates this rank's shards, and gathers those of all ranks into the module."""
         if all(shard.grad is None for shard in self._shards.values()):
