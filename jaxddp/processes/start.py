@@ -51,7 +51,8 @@ def start_process(
         The job; None outside any, and where JAX found it.
 
     Raises:
-        ValueError: If the job contradicts itself, the port is taken, or the others do not come within the timeout.
+        ValueError: If the job contradicts itself, the port is taken, the others do not come within the timeout, or
+            JAX_PLATFORMS names none of this machine.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)

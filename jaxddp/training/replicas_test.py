@@ -85,9 +85,9 @@ def test_wide_and_narrow_leaves_are_compared_by_all_their_bits():
     assert int(_checksum(jax.random.key(1))) != int(_checksum(jax.random.key(2)))
 
 
-@pytest.mark.parametrize("names", [("data", "model"), ("model", "data")])
-def test_every_device_of_a_mesh_with_other_axes_is_compared(names):
-    mesh = jax.make_mesh((3, 2), names)  # of explicit axes, as JAX makes them
+@pytest.mark.parametrize("sizes", [{"data": 3, "model": 2}, {"model": 2, "data": 3}], ids="-".join)
+def test_every_device_of_a_mesh_with_other_axes_is_compared(sizes):
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))  # of explicit axes, as JAX makes them
     specs = {"up": jax.P(None, "model"), "down": jax.P("model")}
 
     def loss_fn(params, batch):
@@ -98,5 +98,5 @@ def test_every_device_of_a_mesh_with_other_axes_is_compared(names):
     jaxddp.check_replicas(trainer, state)
     for rank in range(mesh.size):
         changed = state._replace(params=state.params | {"up": flip(state.params["up"], rank, 3)})
-        with pytest.raises(jaxddp.ReplicaError, match=r"^params\.up of rank"):
+        with pytest.raises(jaxddp.ReplicaError, match=rf"^params\.up of rank {rank} differs"):
             jaxddp.check_replicas(trainer, changed)
