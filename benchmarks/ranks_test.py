@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import ranks
 from benchmarks.ranks import Ranks, choose_ranks, free_bytes, gather, mesh_of
+from jaxddp.comparison_test import mostly_full
 from jaxddp.processes.job import Job
 from torchref.launch import shared_pool
 
@@ -26,7 +27,10 @@ def total(of, start):
     return mesh.size, jax.process_count(), float(jax.jit(add)(x)[0]), gather([dist.get_rank(), *said])
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), [("simulated", 1), ("processes", 2)])
+KINDS = [("simulated", 1), ("processes", 2)]
+
+
+@pytest.mark.parametrize(("kind", "num_processes"), mostly_full(KINDS[:1], KINDS))
 def test_jax_runs_on_ranks_of_a_kind(kind, num_processes, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     for name in ("MALLOC_ARENA_MAX", "NPROC"):

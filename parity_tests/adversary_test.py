@@ -2,14 +2,13 @@
 
 import pytest
 
-from jaxddp.comparison_test import mostly_full
-
 from .adversary import findings
 
-FIRST, QUICK, NUM_ALL = 5000, 5001, 40  # the same cases each time; the command line draws others
+FIRST, NUM_ALL = 5000, 40  # the same cases each time; the command line draws others
 
 
-@pytest.mark.parametrize("seed", mostly_full([QUICK], range(FIRST, FIRST + NUM_ALL)))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + NUM_ALL))
 def test_the_first_cases_find_nothing(seed, ranks):
     found = list(findings(float("inf"), seed, ranks, num_cases=1))
     assert len(found) == 5  # a training in JAX and four lives of wrappers

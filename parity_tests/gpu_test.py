@@ -99,6 +99,7 @@ def nccl_ranks():
         yield pool
 
 
+@pytest.mark.full
 def test_what_gpus_run_runs_on_a_cpu(jax_process):
     case = Case("zero3(0)", "adamw", 1, "toy_unused", "float32")
     alone = torch_side.train_on_one_process(case, to_numpy(jax_side.initial_params(case.model, case.dtype)))

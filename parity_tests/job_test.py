@@ -29,6 +29,7 @@ from .job_script import CASE
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 180
+pytestmark = pytest.mark.full
 # The first words of each launcher's block of docs/clusters.md.
 LAUNCHERS = {
     "torchrun": "torchrun --standalone",
@@ -116,18 +117,18 @@ def launcher(request):
     return request.param, {}
 
 
-EACH = [(framework, name) for framework in ("jaxddp", "torchref") for name in LAUNCHERS]
+every_launcher = pytest.mark.parametrize(
+    "framework, launcher",
+    [
+        pytest.param(framework, name, marks=MARKS.get(name, []))
+        for framework in ("jaxddp", "torchref")
+        for name in LAUNCHERS
+    ],
+    indirect=["launcher"],
+)
 
 
-def marked(cases, *quick):
-    """Cases of a framework, a launcher and more; all but the quick ones behind the mark ``full``."""
-    return [
-        pytest.param(*case, marks=MARKS.get(case[1], []) + ([] if case in quick else [pytest.mark.full]))
-        for case in cases
-    ]
-
-
-@pytest.mark.parametrize("framework, launcher", marked(EACH, ("torchref", "Open MPI")), indirect=["launcher"])
+@every_launcher
 def test_a_script_trains_in_its_job(framework, launcher, tmp_path):
     name, variables = launcher
     with jax.enable_x64(True):
@@ -175,7 +176,7 @@ def alone(tmp_path_factory):
     return path, [report.loss for report in reports] + [reports[-1].validation_loss]
 
 
-@pytest.mark.parametrize("framework, launcher", marked(EACH), indirect=["launcher"])
+@every_launcher
 def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_path):
     name, variables = launcher
     path, losses = alone
@@ -192,7 +193,6 @@ def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_p
     assert losses[0] > 5 and losses[0] - losses[-1] > 0.5
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_processes_with_other_options_all_end_with_one_line(framework, tmp_path):
     train = f"-m {framework} train --model=byte_shallow --batch-size=8 --steps=$((rank + 1))"
@@ -204,7 +204,6 @@ def test_processes_with_other_options_all_end_with_one_line(framework, tmp_path)
 
 
 @pytest.mark.slurm
-@pytest.mark.full
 @pytest.mark.parametrize("framework", ["jaxddp", "torchref"])
 def test_a_job_that_is_requeued_goes_on_from_its_checkpoint(framework, slurm, alone, tmp_path):
     """``scontrol requeue`` sends SIGTERM: the step ends and is saved; the same job, started again, makes the others."""

@@ -96,6 +96,7 @@ def test_ranks_use_one_thread_and_loopback(ranks):
     assert ranks.run(settings, num_ranks=2) == [(1, *interfaces)] * 2
 
 
+@pytest.mark.full
 def test_prepare_is_called_once_in_each_process_before_anything_starts_and_close_ends_all():
     with RankPool(2, prepare=set_a_mark) as pool:
         assert pool.run(read_the_mark) == [("rank 0", 0), ("rank 1", 1)]
@@ -156,6 +157,7 @@ def never_leave():
     return os.getpid()
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_leave_its_group_is_replaced(monkeypatch):
     monkeypatch.setattr("torchref.launch._LEAVE_TIMEOUT_S", 0.5)
     with RankPool(1) as pool:
@@ -163,6 +165,7 @@ def test_a_rank_that_does_not_leave_its_group_is_replaced(monkeypatch):
         assert wait_until_gone(before) and pool.run(os.getpid) != before
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_says_where_it_is(capfd):
     with RankPool(1) as pool, pytest.raises(RankError, match="did not finish"):
         pool.run(report_now_and_then, 0, (0,), timeout_s=1.0)

@@ -8,7 +8,7 @@ from benchmarks.ports.measure import PROGRAMS, compare, measure, num_lines
 from jaxddp.comparison_test import mostly_full
 
 
-@pytest.mark.parametrize("name", mostly_full(("flax_mnist", "cs336_naive"), PROGRAMS))
+@pytest.mark.parametrize("name", mostly_full(["flax_mnist"], PROGRAMS))
 def test_port(name):
     try:
         (row,) = measure(Case(name, PROGRAMS[name]), print)

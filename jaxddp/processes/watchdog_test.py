@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from jaxddp.comparison_test import mostly_full
 from jaxddp.conftest import free_port
 from jaxddp.processes.watchdog import STATUS
 
@@ -137,8 +138,10 @@ def run(tmp_path, program, fault, faulty=1):
 SLEEPS = f"did not begin step 4 within {STUCK_S:g} s of"
 SILENT = f"has not answered for {STUCK_S:g} s, its last step 3"
 ERROR = "failed, its last step 3: LookupError: out of luck"
-QUICK = [("jaxddp", "sleeps", 2, f"process 2 {SLEEPS}"), ("torchref", "stopped", 1, f"process 1 {SILENT}")]
-SLOW = [
+QUICK = ("jaxddp", "sleeps", 2, f"process 2 {SLEEPS}")
+CASES = [
+    QUICK,
+    ("torchref", "stopped", 1, f"process 1 {SILENT}"),
     ("FSDP", "spins", 1, rf"process 1 did not begin collective \d+, after step 3, within {STUCK_S:g} s of"),
     ("torch", "sleeps", 2, r"process 2 did not begin collective \d+, after step 0, within 60 s of"),
     ("torchref", "sleeps", 0, f"process 0 {SLEEPS}"),
@@ -157,9 +160,7 @@ SLOW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("program", "fault", "faulty", "reason"), QUICK + [pytest.param(*case, marks=pytest.mark.full) for case in SLOW]
-)
+@pytest.mark.parametrize(("program", "fault", "faulty", "reason"), mostly_full([QUICK], CASES))
 def test_the_others_end_and_name_it(tmp_path, program, fault, faulty, reason):
     statuses, outputs, seconds = run(tmp_path, program, fault, faulty)
     assert seconds < (60 if "step 0, within 60 s" in reason else STUCK_S) + 15
