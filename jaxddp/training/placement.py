@@ -72,5 +72,8 @@ def full_arrays(tree: Any, layout: Any, mesh: Mesh | AbstractMesh) -> Any:
     everywhere = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     with no_mesh():
         return jax.tree.map(
-            lambda array, leaf: leaf.from_global(array) if leaf.is_padded else jnp.copy(array), everywhere, layout
+            lambda array, leaf: _unpadded(leaf, array) if leaf.is_padded else jnp.copy(array), everywhere, layout
         )
+
+
+_unpadded = jax.jit(Leaf.from_global, static_argnums=0)  # one program for a leaf, not one for each of its operations
