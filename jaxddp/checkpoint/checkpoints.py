@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..training.agreement import gather_texts
+from ..training.agreement import check_alike, gather_texts
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state, with_arrays
 from ..tree import is_key, like, named_leaves
@@ -42,16 +42,18 @@ class Checkpoints(CheckpointFolder):
         Args:
             trainer: The state's trainer.
             state: Stays the caller's.
-            data_position: Where to continue in the data, as a JSON value.
+            data_position: Where to continue in the data, as a JSON value; the same in all processes.
 
         Raises:
-            ValueError: If the state was donated, another job saves into the folder, or it has this or a later step.
+            ValueError: If the state was donated, another job saves into the folder, it has this or a later step, or
+                processes differ in step or position.
             FloatingPointError: If parameters, or arrays of the optimizer state, are not finite, or the model state has
                 NaN.
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         check_state(state)
         state, step = with_arrays(state), int(state.step)
+        check_alike({"step": step, "data_position": repr(data_position)})
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
         dtypes, nonfinite = {}, []

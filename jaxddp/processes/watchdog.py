@@ -7,7 +7,8 @@ connection ends; that has said nothing for ``stuck_s``, ``_START_S`` at least be
 error or while others are further, ``GRACE_S`` after it said so. One is stuck that is behind the others while none goes
 further for ``stuck_s``, and all are if none ends a step, other than the first.
 
-Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads. If one was
+Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads; one that
+failed ends with its own status, once those that go on have ended. Process 0 stays until all have ended. If one was
 lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends when it begins
 another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The libraries do none of
 this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither sees
@@ -79,7 +80,7 @@ class _Watchdog:
     def __init__(
         self, job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int]
     ) -> None:
-        self._number, self._stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
+        self._number, self.stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
         self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._selector = selectors.DefaultSelector()
@@ -93,15 +94,16 @@ class _Watchdog:
         self._ended: str | None = None
         self._status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
+        self._is_last = False  # of those that have not ended none is left
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(lambda: self._say_end(self._ended or ("it ended within a step" if self.is_in_step else "")))
+        atexit.register(self._on_exit)
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
     def leave(self, status: int, why: str) -> None:
         self.is_in_step, self._status = False, status
         self._say_end(why)
-        deadline = time.monotonic() + GRACE_S + self._stuck_s
+        deadline = time.monotonic() + GRACE_S + self.stuck_s
         while time.monotonic() < deadline and any(
             not one.is_gone and (self._number == 0 or one.ended is None) for one in self._others.values()
         ):
@@ -129,8 +131,8 @@ class _Watchdog:
                 self._tell({"fault": fault})
             if self._fault is not None:
                 # One that has ended would wait at JAX's barrier for those that it ended.
-                is_last = ended is not None and all(one.is_gone for one in self._others.values())
-                is_late = now - self._faulty_since > self._stuck_s
+                is_last = ended is not None and (self._is_last or all(one.is_gone for one in self._others.values()))
+                is_late = now - self._faulty_since > self.stuck_s
                 waits |= self._fault.place < place
                 if self._fault.is_stuck or waits or self._is_cut_off() or is_last or is_late:
                     self._end(self._fault)
@@ -150,7 +152,9 @@ class _Watchdog:
                     self._selector.unregister(one.connection)
                     one.is_gone, until = True, 0.0
                     continue
-                if "fault" not in said:
+                if "is_last" in said:
+                    self._is_last = True
+                elif "fault" not in said:
                     one.hear(tuple(said["place"]), said["waits"], said["ended"])
                 elif self._fault is None:
                     reason, is_stuck, failed, place = said["fault"]
@@ -200,12 +204,12 @@ class _Watchdog:
             late = f"did not begin {_name(newest, last.place)} within {patience_s:g} s of the others"
             return _Fault(f"process {', '.join(behind)} {late}", is_stuck=True)
         is_first = newest[:2] <= (1, 0)  # which compiles
-        if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self._stuck_s:
-            return _Fault(f"no process has finished {_name(newest)} within {self._stuck_s:g} s", is_stuck=True)
+        if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self.stuck_s:
+            return _Fault(f"no process has finished {_name(newest)} within {self.stuck_s:g} s", is_stuck=True)
         return None
 
     def _patience_s(self, process: _Process) -> float:
-        return self._stuck_s if process.place[0] else max(self._stuck_s, _START_S)
+        return self.stuck_s if process.place[0] else max(self.stuck_s, _START_S)
 
     def _end(self, fault: _Fault) -> None:
         self.is_ending.set()
@@ -222,8 +226,11 @@ class _Watchdog:
                 time.sleep(_LAST_WORDS_S)
             deadline = time.monotonic() + _OTHERS_S
             while self._number == 0 and (now := time.monotonic()) < deadline:
-                if all(one.is_gone or now - one.heard > _PAUSE_S for one in self._others.values()):
+                left = [one for one in self._others.values() if not one.is_gone and now - one.heard <= _PAUSE_S]
+                if not left:
                     break
+                if all(one.ended is not None for one in left):  # they wait at JAX's barrier, or for this
+                    self._tell({"is_last": True})
                 self._listen(_BEAT_S)
         finally:
             os._exit(self._status if fault.failed == self._number else STATUS)
@@ -233,6 +240,11 @@ class _Watchdog:
             self._say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
             wait_for_end()
         self._excepthook(kind, error, trace)
+
+    def _on_exit(self) -> None:
+        self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
+        while self._number == 0 and any(one.ended is None and not one.is_gone for one in self._others.values()):
+            time.sleep(_BEAT_S)  # the thread judges the others for as long as they go on
 
     def _say_end(self, why: str) -> None:
         self._has_told.clear()
@@ -279,6 +291,11 @@ def refuse_second(job: Job) -> None:
     """Raises a ValueError if this process has joined this job before, whose port is in use: in either framework."""
     if job.address in _joined:
         raise ValueError("this process has joined its job before, and can do so once")
+
+
+def patience_s() -> float:
+    """Seconds after which the watchdog takes a process that keeps the others waiting for stuck; without one inf."""
+    return float("inf") if _watchdog is None else _watchdog.stuck_s
 
 
 def begin_step(is_call: bool = False) -> None:

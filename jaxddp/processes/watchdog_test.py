@@ -53,10 +53,21 @@ def train():
     model.finish_gradient_synchronization()
     optimizer.step()
 """
+WITHOUT_0 = f"""
+train_together, others = train, torch.distributed.new_group([1, 2])
+def train():
+    if step <= {STEP}:
+        train_together()
+    elif process == 0:
+        sys.exit()
+    else:
+        torch.distributed.all_reduce(torch.ones(2), group=others)
+"""
 PROGRAMS = {
     "jaxddp": JAX,
     "torchref": TORCHREF.replace("WRAPPER", "BucketedDDP"),
     "FSDP": TORCHREF.replace("WRAPPER", "FSDP"),
+    "without 0": TORCHREF.replace("WRAPPER", "BucketedDDP") + WITHOUT_0,
     # Nothing of torchref's, and more patience: who waits in a collective for one that has failed ends before that.
     "torch": f"{TORCH}train = lambda: torch.distributed.all_reduce(torch.ones(2))".replace(f"={STUCK_S}", "=40"),
 }
@@ -118,7 +129,7 @@ def run(tmp_path, program, fault, faulty=1):
         for process in range(NUM_PROCESSES)
     ]  # fmt: skip
     # Who leaves waits for the others, and so ends after them.
-    ends = fault in ("all end", "forks", "leaves")
+    ends = fault in ("all end", "forks", "leaves", "raises")
     others = [process for process in range(NUM_PROCESSES) if ends or process != faulty]
     try:
         deadline = time.monotonic() + 150
@@ -154,6 +165,8 @@ CASES = [
     ("jaxddp", "leaves", 0, "process 0 failed, its last step 3: error: no luck"),
     ("torchref", "leaves", 1, "process 1 failed, its last step 3: error: no luck"),
     ("torch", "leaves", 1, "process 1 failed, its last step 0: error: no luck"),
+    ("without 0", "stopped", 2, f"process 2 {SILENT}"),
+    ("torchref", "exits", 0, "process 0 has ended, its last step 3, and others began step 4"),
     ("jaxddp", "exits", 1, "process 1 has ended, its last step 3, and others began step 4"),
     ("jaxddp", "evaluation sleeps", 1, f"process 1 did not begin call 1 after step 3 within {STUCK_S:g} s of"),
     ("jaxddp", "save sleeps", 1, f"process 1 did not begin call 1 after step 3 within {STUCK_S:g} s of"),
@@ -169,8 +182,8 @@ def test_the_others_end_and_name_it(tmp_path, program, fault, faulty, reason):
             assert statuses[process] == STATUS, outputs[process]
             assert re.search(f"^jaxddp: {reason}.*: process {process} ends$", outputs[process], re.M), outputs[process]
             assert "Traceback" not in outputs[process]
-    if fault == "leaves":
-        assert statuses[faulty] == 2
+    if fault in ("leaves", "raises"):
+        assert statuses[faulty] == (2 if fault == "leaves" else 1), outputs[faulty]
     if fault in ("sleeps", "spins"):  # the log of the one that is stuck shows where
         assert re.search(r'File ".*script.py", line \d+ in <module>', outputs[faulty])
 

@@ -15,10 +15,15 @@ import jax
 from jax._src import distributed  # the store has no public name
 
 from ..processes.roll_call import disagreement
-from ..processes.watchdog import begin_step, end_step, wait_for_end, waiting
+from ..processes.watchdog import begin_step, end_step, patience_s, wait_for_end, waiting
 
-BATCH_S = 300.0  # for a process whose batch has new shapes as well; less than watchdogs wait for one that is stuck
+_BATCH_S = 300.0
 _calls = itertools.count()
+
+
+def batch_s() -> float:
+    """Seconds to wait for processes whose batches have new shapes as well; fewer than until one is taken for stuck."""
+    return min(_BATCH_S, patience_s() / 2)
 
 
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
