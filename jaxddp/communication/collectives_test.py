@@ -22,12 +22,20 @@ def integer_valued(num_ranks, *shape, dtype="float32"):
     return jnp.round(values / 3 * 2**47) if dtype == "float64" else values  # exact in float64, not in float32
 
 
+def total_of(per_rank):
+    return per_rank.astype("float64").sum(axis=0).astype(per_rank.dtype)
+
+
 def on_ranks(fn, per_rank, how="vma"):
     """Runs ``fn(x, axis)`` on every rank; the ranks' results, stacked."""
+
+    def of_rank(x):
+        return jax.tree.map(lambda found: found[None], fn(x[0], "data"))
+
     if how == "pmap":
         return jax.pmap(lambda x: fn(x, "data"), axis_name="data")(per_rank)
     options = {"mesh": data_mesh(len(per_rank)), "in_specs": P("data"), "out_specs": P("data")}
-    return jax.jit(jax.shard_map(lambda x: fn(x[0], "data")[None], check_vma=how == "vma", **options))(per_rank)
+    return jax.jit(jax.shard_map(of_rank, check_vma=how == "vma", **options))(per_rank)
 
 
 def assert_same(actual, expected):
@@ -40,24 +48,28 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
 def test_every_primitive_gives_the_ranks_what_its_equation_says(x64, num_ranks, dtype, how):
-    x = integer_valued(num_ranks, 2 * num_ranks, 3, dtype=dtype)
     root = num_ranks - 1
-    total = x.astype("float64").sum(axis=0).astype(dtype)
-    off_root = jnp.arange(num_ranks)[:, None, None] != root
 
-    assert_same(on_ranks(all_reduce, x, how), jnp.stack([total] * num_ranks))
-    assert_same(on_ranks(reduce_scatter, x, how), total.reshape(num_ranks, 2, 3))
-    assert_same(on_ranks(all_gather, x, how), jnp.stack([x.reshape(-1, 3)] * num_ranks))
-    assert_same(on_ranks(lambda x, axis: broadcast(x, axis, root), x, how), jnp.stack([x[root]] * num_ranks))
-    assert_same(on_ranks(lambda x, axis: reduce(x, axis, root), x, how), jnp.where(off_root, 0, total).astype(x.dtype))
-    # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
-    sent = on_ranks(lambda x, axis: send_recv(x, axis, [(0, root)]), x, how)
-    assert_same(sent, jnp.where(off_root, 0, x[0]).astype(x.dtype))
-    # By default the root is rank 0; a rank may send to itself.
-    assert_same(on_ranks(broadcast, x, how), jnp.stack([x[0]] * num_ranks))
-    assert_same(on_ranks(reduce, x, how), jnp.zeros_like(x).at[0].set(total))
-    itself = on_ranks(lambda x, axis: send_recv(x, axis, [(root, root)]), x, how)
-    assert_same(itself, jnp.where(off_root, 0, x).astype(x.dtype))
+    def each(x, axis):
+        own = all_reduce(x, axis), reduce_scatter(x, axis), all_gather(x, axis)
+        rooted = broadcast(x, axis, root), reduce(x, axis, root), broadcast(x, axis), reduce(x, axis)
+        return *own, *rooted, send_recv(x, axis, [(0, root)]), send_recv(x, axis, [(root, root)])
+
+    x = integer_valued(num_ranks, 2 * num_ranks, 3, dtype=dtype)
+    total, off_root = total_of(x), jnp.arange(num_ranks)[:, None, None] != root
+    for found, expected in zip(
+        on_ranks(each, x, how),
+        (
+            jnp.stack([total] * num_ranks), total.reshape(num_ranks, 2, 3), jnp.stack([x.reshape(-1, 3)] * num_ranks),
+            # By default the root is rank 0.
+            jnp.stack([x[root]] * num_ranks), jnp.where(off_root, 0, total),
+            jnp.stack([x[0]] * num_ranks), jnp.zeros_like(x).at[0].set(total),
+            # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
+            jnp.where(off_root, 0, x[0]), jnp.where(off_root, 0, x),  # a rank may send to itself
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert_same(found, expected.astype(x.dtype))
 
 
 def test_broadcast_ignores_what_the_other_ranks_hold():
