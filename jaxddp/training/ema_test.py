@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, drawn, on_one_device, refusal, trained
+from jaxddp.comparison_test import assert_near, drawn, refusal, trained
 from jaxddp.instruments.memory import held_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -39,17 +39,20 @@ def trainer_of(strategy, num_ranks=4, optimizer=None, **options):
     return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, **options)
 
 
-def average(params, batch, count, compute_dtype):
-    """``optax.incremental_update`` after each step of one device."""
-    frozen, found = {"scale": params["scale"]}, {name: params[name] for name in ("a", "b")}
+def averages_on_one_device(loss_fn, params, batches, decay=DECAY):
+    """Parameters, and of them ``optax.incremental_update`` after each step, of Adam."""
+    average, optimizer = params, optax.adam(0.1)
+    state = optimizer.init(params)
 
-    def loss(params, batch):
-        return loss_fn(jax.tree.map(lambda leaf: leaf.astype(compute_dtype), params | frozen), batch)
+    @jax.jit
+    def step(params, average, state, batch):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+        return params, optax.incremental_update(params, average, 1 - decay), state
 
-    for steps in range(1, count + 1):
-        after = on_one_device(loss, {name: params[name] for name in found}, [batch] * steps, optax.adam(0.1))
-        found = optax.incremental_update(after, found, 1 - DECAY)
-    return found | frozen
+    for batch in batches:
+        params, average, state = step(params, average, state, batch)
+    return params, average
 
 
 @pytest.mark.sample
@@ -59,7 +62,13 @@ def test_it_is_that_of_one_device_in_shards_and_evaluated(name, compute_dtype):
     # Sums of products in float32, of gradients around 1, over three steps of Adam.
     atol = 1e-12 if compute_dtype is None else 1e-6
     params, batch = inputs()
-    expected = average(params, batch, 3, compute_dtype or np.float64)
+
+    def loss(trained, batch):
+        copies = trained | {"scale": params["scale"]}
+        return loss_fn(jax.tree.map(lambda leaf: leaf.astype(compute_dtype or np.float64), copies), batch)
+
+    expected = averages_on_one_device(loss, {name: params[name] for name in ("a", "b")}, [batch] * 3)[1]
+    expected |= {"scale": params["scale"]}
     trainer = trainer_of(STRATEGIES[name], nonfinite="skip", compute_dtype=compute_dtype)
     state = trainer.init(params)
     assert_near(trainer.params(trainer.averaged(state)), params)

@@ -52,8 +52,9 @@ def batches(num=3):
     return [{"x": rng.normal(2.0, 3.0, (EXAMPLES, WIDTH)), "y": rng.normal(size=(EXAMPLES, 1))} for _ in range(num)]
 
 
+@functools.cache
 def variables():
-    found = Net().init(jax.random.key(0), jnp.ones((2, WIDTH)))
+    found = jax.jit(Net().init)(jax.random.key(0), jnp.ones((2, WIDTH)))
     found = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), found)
     return found["params"], found["batch_stats"]
 
@@ -120,19 +121,18 @@ def assert_trained_as(trainer, state, params, stats):
         assert len({np.asarray(one.data).tobytes() for one in leaf.addressable_shards}) == 1  # ranks hold the same
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_each_rank_normalises_its_examples_and_ranks_average_their_statistics(name):
-    trainer = trainer_of(RANKS_OWN, STRATEGIES[name])
-    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, NUM_RANKS))
-    assert_counted_apart(trainer, calls_collectives=False)
-
-
 @pytest.mark.parametrize(
-    ("options", "expected"), [({"num_microbatches": 3}, (3,)), ({"state_sync": "first"}, (1, "first"))]
+    ("name", "options", "parts"),  # whose statistics are averaged, each in turn over its micro-batches
+    [
+        ("bucketed", {}, (NUM_RANKS,)),
+        ("zero2", {"num_microbatches": 3}, (NUM_RANKS, 3)),
+        ("zero3", {"state_sync": "first"}, (NUM_RANKS, 1, "first")),
+    ],
 )
-def test_micro_batches_take_the_state_of_the_one_before_and_first_is_rank_0s(options, expected):
-    trainer = trainer_of(RANKS_OWN, STRATEGIES["zero2"], **options)
-    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, NUM_RANKS, *expected))
+def test_each_rank_normalises_its_examples_and_ranks_average_their_statistics(name, options, parts):
+    trainer = trainer_of(RANKS_OWN, STRATEGIES[name], **options)
+    assert_trained_as(trainer, train(trainer), *on_one_device(RANKS_OWN, *parts))
+    assert_counted_apart(trainer, calls_collectives=False)
 
 
 def test_statistics_over_the_axis_are_those_of_the_whole_batch():

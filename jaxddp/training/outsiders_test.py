@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, compiled_as_planned, grid, on_one_device, refusal, trained
 from jaxddp.conftest import run_python
 
 SGD = optax.sgd(0.1)
@@ -113,6 +113,7 @@ def test_a_step_within_a_program_or_without_jit_is_refused():
         trainer.step(state, BATCH)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strategy", [*STRATEGIES.values(), LEAVES], ids=[*STRATEGIES, "leaves"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_under_a_context_mesh_of_explicit_axes(strategy, size):
@@ -240,22 +241,33 @@ def test_eval_fn_takes_weighted_values_of_examples():
 
 
 SCHEDULES = {"elements": jaxddp.zero1(), "zero3": SHARDED, "leaves": LEAVES, "whole": jaxddp.bucketed()}
+FREE = optax.contrib.schedule_free_sgd(0.3)
+
+
+@functools.cache
+def trained_free_of_schedules():
+    """Parameters and state of one device, after three steps on the first six examples."""
+
+    @jax.jit
+    def step(params, state):
+        updates, state = FREE.update(jax.grad(loss_fn)(params, BATCH[:6]), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, FREE.init(PARAMS)
+    for _ in range(3):
+        params, state = step(params, state)
+    return params, state
 
 
 @pytest.mark.parametrize("strategy", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_optimizers_state_is_given_whole_for_schedule_free_evaluation(strategy):
-    optimizer = optax.contrib.schedule_free_sgd(0.3)
-    state, params, batch = optimizer.init(PARAMS), PARAMS, BATCH[:6]
-    trainer = make(strategy, optimizer=optimizer, num_ranks=3)
-    trained = trainer.init(PARAMS)
-    for _ in range(3):
-        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
-        trained, _ = trainer.step(trained, batch)
-    found = trainer.opt_state(trained)
+    (params, state), batch = trained_free_of_schedules(), BATCH[:6]
+    trainer = make(strategy, optimizer=FREE, num_ranks=3)
+    ours, _ = trained(trainer, trainer.init(PARAMS), [batch] * 3)
+    found = trainer.opt_state(ours)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     assert_close(found, state)
-    averaged = optax.contrib.schedule_free_eval_params(found, trainer.params(trained))
+    averaged = optax.contrib.schedule_free_eval_params(found, trainer.params(ours))
     expected = loss_fn(optax.contrib.schedule_free_eval_params(state, params), batch)
     assert abs(expected - loss_fn(params, batch)) > 1e-3
     np.testing.assert_allclose(trainer.evaluate(trainer.init(averaged), batch), expected, rtol=1e-5)  # in float32

@@ -37,6 +37,14 @@ def mean_loss(params, batch):
     return errors(params, batch).mean()
 
 
+ADAMW, BATCHES = optax.adamw(0.01), [make_batch(number) for number in range(5)]
+
+
+@functools.cache
+def trained_on_one_device():
+    return on_one_device(mean_loss, make_params(), BATCHES, ADAMW)
+
+
 def on_ranks(function, strategy, num_ranks=4, check_vma=True, in_specs=BATCH_SPLIT, axis_type=AxisType.Auto):
     mesh = grid(num_ranks, names=("data",), axis_type=axis_type)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
@@ -47,23 +55,21 @@ def on_ranks(function, strategy, num_ranks=4, check_vma=True, in_specs=BATCH_SPL
 @by_strategy
 @pytest.mark.parametrize("options", [{}, {"check_vma": False}, EXPLICIT, EXPLICIT | {"check_vma": False}], ids=str)
 def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy, options):
-    optimizer = optax.adamw(0.01)
-
     def step(params, opt_state, batch):
         loss, grads = jaxddp.value_and_grad(mean_loss, strategy)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = ADAMW.update(grads, opt_state, params)
         return loss, optax.apply_updates(params, updates), opt_state
 
-    params, batches = make_params(), [make_batch(number) for number in range(5)]
+    params = make_params()
     run = on_ranks(step, strategy, in_specs=(P(), P(), P("data")), **options)
     by_rank = NamedSharding(grid(4, names=("data",), axis_type=options.get("axis_type", AxisType.Auto)), P("data"))
-    mine, mine_state = params, optimizer.init(params)
-    for batch in batches:
-        expected = mean_loss(jax.device_get(mine), batch)
+    mine, mine_state, loss_of = params, ADAMW.init(params), jax.jit(mean_loss)
+    for batch in BATCHES:
+        expected = loss_of(jax.device_get(mine), batch)
         placed = jax.device_put(batch, by_rank)
         loss, mine, mine_state = run(mine, mine_state, placed)
         assert_near(loss, expected)
-    assert_near(mine, on_one_device(mean_loss, params, batches, optimizer))
+    assert_near(mine, trained_on_one_device())
     in_order = [TensorSpec(name, params[name].shape, "float64") for name in ("bias", "down", "up")]
     planned = planned_collectives(strategy, strategy.plan(in_order), 4, "cpu")
     schedule = jaxddp.read_schedule(run.lower(mine, mine_state, placed).compile())
@@ -72,7 +78,7 @@ def test_training_is_that_of_one_device_and_the_collectives_are_planned(strategy
     assert [each.kind for each in schedule.collectives() if each.is_metrics] == ["all-reduce"]
 
 
-@pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
+@pytest.mark.parametrize("mapped", [lambda *args, **named: jax.jit(jax.vmap(*args, **named)), jax.pmap])
 def test_an_axis_of_vmap_or_pmap_is_one_of_ranks(mapped):
     params, batch = make_params(), make_batch()
     step = functools.partial(jaxddp.value_and_grad(mean_loss, jaxddp.bucketed(6e-4), "ranks"), params)
@@ -181,7 +187,7 @@ def test_results_are_differentiated_rightly_or_not_at_all():
     def step(params, batch):
         return jax.grad(lambda params: squares(jaxddp.value_and_grad(mean_loss, strategy)(params, batch)))(params)
 
-    expected = jax.grad(lambda params: squares(jax.value_and_grad(mean_loss)(params, batch)))(params)
+    expected = jax.jit(jax.grad(lambda params: squares(jax.value_and_grad(mean_loss)(params, batch))))(params)
     assert_near(on_ranks(step, strategy)(params, batch), expected)
     assert "leave check_vma on" in refusal(on_ranks(step, strategy, check_vma=False), params, batch)
 

@@ -13,7 +13,7 @@ NUM_RANKS = 2
 
 
 def noise(rank, i):
-    return jax.random.normal(jax.random.fold_in(jax.random.key(0), 4 * i + rank), (3,))
+    return jnp.cos(4.0 * i + rank + jnp.arange(3))
 
 
 def in_a_scan(rank):

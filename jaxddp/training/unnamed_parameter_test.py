@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.comparison_test import assert_near, on_one_device, trained
+from jaxddp.comparison_test import assert_near, trained
+from jaxddp.training.ema_test import adam_with_average, averages_on_one_device
 
 pytestmark = pytest.mark.usefixtures("x64")
 STRATEGIES = {
@@ -17,7 +17,6 @@ STRATEGIES = {
     "zero2": jaxddp.zero2(),
     "zero3": jaxddp.zero3(min_shard_elements=0),
 }
-ADAM = optax.adam(0.1)
 
 
 def loss_fn(params, batch):
@@ -34,7 +33,7 @@ def test_a_checkpoint_holds_the_moments_and_averages_of_all_ranks(strategy, is_a
     params = w if is_array else {"": w}
     batches = [{"x": rng.normal(size=(12, 4)), "y": rng.normal(size=(12, 2))} for _ in range(6)]
     saves, goes_on = (
-        jaxddp.Trainer(loss_fn, optax.chain(ADAM, jaxddp.params_ema(0.5)), *on_ranks, compute_dtype=compute_dtype)
+        jaxddp.Trainer(loss_fn, adam_with_average(0.5), *on_ranks, compute_dtype=compute_dtype)
         for on_ranks in ((strategy, jaxddp.data_mesh(4)), (jaxddp.naive(), jaxddp.data_mesh(2)))
     )
     state, _ = trained(saves, saves.init(params), batches[:3])
@@ -43,10 +42,7 @@ def test_a_checkpoint_holds_the_moments_and_averages_of_all_ranks(strategy, is_a
         alone = checkpoints.restore_params(params)
         restored, _ = checkpoints.restore(goes_on, params)
     assert_near(alone, goes_on.params(restored), atol=0)
-    averages = params
-    for count in range(1, 7):
-        after = on_one_device(loss_fn, params, batches[:count], ADAM)
-        averages = jax.tree.map(lambda average, new: (average + new) / 2, averages, after)
+    after, averages = averages_on_one_device(loss_fn, params, batches, 0.5)
     state, _ = trained(goes_on, restored, batches[3:])
     assert_near(goes_on.params(state), after)
     assert_near(goes_on.params(goes_on.averaged(state)), averages)
