@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxddp import targets
+from jaxddp.__main__ import main
 from jaxddp.cli import inspect as command
 from jaxddp.cli.conftest import assert_refused
 from jaxddp.instruments.inspect import Inspection
@@ -29,23 +31,6 @@ def inspected(options):
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     return command.inspected(parser.parse_args(["inspect", *options.split()]))
-
-
-def test_a_table_is_printed_and_a_picture_drawn(tmp_path):
-    """Of a small model in several buckets, and left to XLA."""
-    options = "--bucket-mb 0.005 --compare auto --out pictures"
-    arguments, environment = [*TINY.split(), *options.split()], os.environ | {"COLUMNS": "160"}
-    result = subprocess.run(
-        [*INSPECT, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "network: as measured, XLA's own table" in " ".join(result.stdout.split())
-    rows = [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
-    bucketed, auto = (next(cells for cells in rows if cells[0] == name) for name in ("bucketed", "auto"))
-    assert bucketed[1:4] == ["6 AR", "6 AR", "ok"] and auto[1:4] == ["-", "1 AR", "-"]
-    assert result.stdout.endswith("\npictures/timeline.png\n")
-    (file,) = Path(tmp_path, "pictures").iterdir()
-    assert file.name == "timeline.png" and file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
@@ -106,7 +91,7 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(options,
 
 
 def test_interrupt_is_one_line_and_status_130_and_leaves_no_process(tmp_path):
-    arguments = "--model lm_9m --compare naive flat".split()
+    arguments = "--model lm_9m --compare naive auto".split()
     with subprocess.Popen(
         [*INSPECT, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -132,8 +117,8 @@ def make():
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     def loss_fn(params, batch, key):
         hidden = batch["x"] @ params["w"] * jax.random.bernoulli(key, 0.5, (64,))
-        return jnp.mean(hidden ** 2), {}
-    return loss_fn, optax.adamw(1e-3), {"w": shape(32, 64)}, {"x": shape(8, 32)}, {"has_aux": True}
+        return jnp.mean((hidden @ params["v"]) ** 2), {}
+    return loss_fn, optax.adamw(1e-3), {"w": shape(32, 64), "v": shape(64, 4)}, {"x": shape(8, 32)}, {"has_aux": True}
 
 def wrong():
     return 1, 2
@@ -149,16 +134,28 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_training", None)
 
 
-def test_a_training_of_ones_own(own):
-    naive, zero1 = inspected("--trainer own_training:make --strategy naive --compare zero1 --target h100:2")
-    num_bytes = 4 * 32 * 64
-    assert naive.compiled == [("all-reduce", num_bytes)]
+def test_a_training_of_ones_own_is_a_table_and_a_picture(own, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(command, "show", show := Mock(side_effect=command.show))
+    options = "--trainer own_training:make --compare zero1 --bucket-mb 0.008 --target h100:2 --out pictures"
+    assert main(["inspect", *options.split()]) == 0
+    (bucketed, zero1), _ = show.call_args.args
+    num_bytes = 4 * (32 * 64 + 64 * 4)
+    assert bucketed.compiled == [("all-reduce", 4 * 64 * 4), ("all-reduce", 4 * 32 * 64)]
     assert {kind for kind, _ in zero1.compiled} == {"reduce-scatter", "all-gather"}
-    for each in (naive, zero1):
+    for each in (bucketed, zero1):
         assert each.as_planned and each.memory["parameters"] == num_bytes
         assert each.memory["batch"] == 4 * 8 * 32 // 2
-    assert naive.memory["optimizer_state"] == 2 * num_bytes + 4
+    assert bucketed.memory["optimizer_state"] == 2 * num_bytes + 4
     assert zero1.memory["optimizer_state"] == num_bytes + 4
+
+    output = capsys.readouterr()
+    assert output.err == "" and "network: as measured, XLA's own table" in " ".join(output.out.split())
+    rows = [re.split(r"\s{2,}", line) for line in output.out.splitlines()]
+    assert [cells[1:4] for cells in rows if cells[0] == "bucketed"] == [["2 AR", "2 AR", "ok"]]
+    assert output.out.endswith("\npictures/timeline.png\n")
+    (file,) = Path(tmp_path, "pictures").iterdir()
+    assert file.name == "timeline.png" and file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ if how in ("fail", "killed", "signal"):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
     """Starts ranks that behave in some way, and gives the exit status; the script and its folder."""
+    monkeypatch.setattr("jaxddp.cli.launch._LAST_WORDS_S", 1.0)
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def run(how, num_ranks=2, log_dir=None, **options):

@@ -67,15 +67,6 @@ def test_optimizer_by_name(small, name, first_update):
     assert float(update) == pytest.approx(first_update, rel=1e-4)
 
 
-def test_weights_are_read_from_a_file(small, tmp_path, text):
-    losses = []
-    for seed in (0, 5):
-        _, params = train_program.build("small_bytes", seed=seed)
-        np.savez(path := str(tmp_path / f"{seed}.npz"), **to_numpy(params))
-        losses.append(train(small(steps=1, data=text, weights=path))[0].loss)
-    assert losses[0] == train(small(steps=1, data=text))[0].loss != losses[1]
-
-
 def bigram_loss(params, batch):
     logits = params["embedding"][batch["tokens"]] @ params["head"]
     return cross_entropy(logits, batch["targets"])
@@ -117,8 +108,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
     folder = str(tmp_path / "parts")
     for options in (
         {"steps": 2, "devices": 8, "strategy": "zero3"},
-        {"steps": 5, "devices": 3, "strategy": "bucketed", "checkpoint_every": 2},
-        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3},
+        {"steps": 7, "devices": 2, "strategy": "zero1", "microbatches": 3, "checkpoint_every": 2},
     ):
         parts += train(run(checkpoint=folder, resume=True, **options), lines.append)
     assert [report.step for report in parts] == [report.step for report in whole] == list(range(1, 8))
@@ -128,7 +118,16 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(bigram, tmp_path):
     expected = saved_state(tmp_path / "whole", 7, adamw)
     for name, array in saved_state(folder, 7, adamw).items():
         np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12, err_msg=name)
-    assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "2, 4, 5", "4, 5, 7"]
+    assert [found[1] for line in lines if (found := re.match(STEPS, line))] == ["2", "4, 6, 7"]
+
+
+def test_weights_are_read_from_a_file(bigram, tmp_path):
+    losses = []
+    for seed in (0, 5):
+        _, params = train_program.build("small_bytes", seed)
+        np.savez(path := str(tmp_path / f"{seed}.npz"), **to_numpy(params))
+        losses.append(train(bigram(steps=1, weights=path))[0].loss)
+    assert losses[0] == train(bigram(steps=1))[0].loss != losses[1]
 
 
 def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
