@@ -61,13 +61,18 @@ def recipe(params, batches, optimizer, max_grad_norm):
     others = {"table": params["table"], "frozen": jnp.float32(params["frozen"])}
     grad = jax.jit(jax.grad(lambda copies, x: exact_loss({**copies, **others}, {"x": x})))
     opt_state = optimizer.init(masters)
-    for batch in batches:
-        copies = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), masters)
-        grads = [grad(copies, batch["x"][[row]]) for row in range(batch["x"].size)]
+
+    @jax.jit
+    def update(masters, opt_state, grads):
         mean = jax.tree.map(lambda *each: sum(one.astype(jnp.float64) for one in each) / len(each), *grads)
         clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(mean, optax.EmptyState())
         updates, opt_state = optimizer.update(clipped, opt_state, masters)
-        masters = optax.apply_updates(masters, updates)
+        return optax.apply_updates(masters, updates), opt_state
+
+    for batch in batches:
+        copies = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), masters)
+        grads = [grad(copies, batch["x"][[row]]) for row in range(batch["x"].size)]
+        masters, opt_state = update(masters, opt_state, grads)
     return masters
 
 

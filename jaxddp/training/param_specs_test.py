@@ -49,11 +49,16 @@ def batches(count=4):
     return [drawn(step + 1, x=(16, 7), y=(16, 3)) for step in range(count)]
 
 
+@functools.cache
+def clipped_on_one_device():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    return on_one_device(loss_fn, model(), batches(), optimizer)
+
+
 @pytest.mark.parametrize(("name", "shape"), mostly_full(QUICK, itertools.product(STRATEGIES, ((2, 2), (4, 2), (2, 4)))))
 def test_training_is_that_of_one_device_and_compiled_as_planned(name, shape):
-    optimizer = optax.adamw(1e-2)
-    params = on_one_device(loss_fn, model(), batches(), optax.chain(optax.clip_by_global_norm(0.5), optimizer))
-    averaging = optax.chain(optimizer, jaxddp.params_ema(0.0))  # whose average is the parameters
+    params = clipped_on_one_device()
+    averaging = optax.chain(optax.adamw(1e-2), jaxddp.params_ema(0.0))  # whose average is the parameters
     trainer = jaxddp.Trainer(
         loss_fn, averaging, STRATEGIES[name], grid(*shape), axis="data", param_specs=SPECS, max_grad_norm=0.5,
         num_microbatches=2,
@@ -120,33 +125,43 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_full(("zero1", "zero3"), NOISY))
-def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(name):
+MESHES = {
+    "data": lambda: (jaxddp.data_mesh(4), {}),
+    "replicas": lambda: (jaxddp.data_mesh(4, replicas=2), {}),
+    "model": lambda: (grid(4, 2), {"param_specs": SPECS}),
+    "both": lambda: (
+        grid(2, 2, 2, names=("replica", "data", "model")), {"param_specs": SPECS, "axis": ("replica", "data")}
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def trained_with_noise(name, mesh_name):
+    """Parameters, model state, metrics of the last step and measures of an uneven number of examples."""
+    mesh, placed = MESHES[mesh_name]()
+    trainer = jaxddp.Trainer(
+        noisy_loss, optax.adamw(1e-2), STRATEGIES.get(name, jaxddp.bucketed(hook=jaxddp.hooks.bf16)), mesh,
+        has_state=True, has_aux=True, max_grad_norm=0.5, **placed, **NOISY[name],
+    )  # fmt: skip
+    state = trainer.init(model(), model_state={"mean": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)})
+    state, metrics = trained(trainer, state, [batch | {"mask": np.arange(16.0) % 5} for batch in batches(3)])
+    measured = trainer.evaluate(
+        state, [{"x": np.ones((5, 7))}, {"x": np.zeros((3, 7))}],
+        lambda params, model_state, batch: {"each": jaxddp.PerExample(forward(params, batch["x"]).sum(1))},
+    )  # fmt: skip
+    return trainer.params(state), trainer.model_state(state), metrics, measured
+
+
+ALONE = (("zero1", "replicas"), ("zero1", "model"), ("zero3", "both"))  # by default: every mesh
+
+
+@pytest.mark.parametrize(("name", "mesh"), mostly_full(ALONE, itertools.product(NOISY, list(MESHES)[1:])))
+def test_keys_states_and_metrics_are_those_of_the_data_ranks_alone(name, mesh):
     """A rank's number counts over the axes of replicas and data."""
-    options, optimizer = NOISY[name] | {"max_grad_norm": 0.5}, optax.adamw(1e-2)
-    strategy = STRATEGIES.get(name, jaxddp.bucketed(hook=jaxddp.hooks.bf16))
-    steps = [batch | {"mask": np.arange(16.0) % 5} for batch in batches(3)]
-    found = []
-    for mesh, placed in (
-        (jaxddp.data_mesh(4), {}),
-        (jaxddp.data_mesh(4, replicas=2), {}),
-        (grid(4, 2), {"param_specs": SPECS}),
-        (grid(2, 2, 2, names=("replica", "data", "model")), {"param_specs": SPECS, "axis": ("replica", "data")}),
-    ):
-        trainer = jaxddp.Trainer(
-            noisy_loss, optimizer, strategy, mesh, has_state=True, has_aux=True, **placed, **options
-        )
-        state = trainer.init(model(), model_state={"mean": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)})
-        state, metrics = trained(trainer, state, steps)
-        measured = trainer.evaluate(
-            state, [{"x": np.ones((5, 7))}, {"x": np.zeros((3, 7))}],
-            lambda params, model_state, batch: {"each": jaxddp.PerExample(forward(params, batch["x"]).sum(1))},
-        )  # fmt: skip
-        found.append((trainer.params(state), trainer.model_state(state), metrics, measured))
     # Sums of float32 or bfloat16 are rounded in another order, and Adam divides by the size of gradients.
     tolerance = {"zero1": 1e-5, "bucketed, hook": 1e-2}.get(name, 1e-12)
-    for other in found[1:]:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), found[0], other)
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(assert_close, trained_with_noise(name, "data"), trained_with_noise(name, mesh))
 
 
 @pytest.mark.parametrize("name", [pytest.param("bucketed", marks=pytest.mark.full), "zero3"])

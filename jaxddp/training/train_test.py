@@ -59,19 +59,26 @@ def test_one_compile_for_each_shape_of_batch_and_none_from_step_to_step():
         jax.monitoring.clear_event_listeners()
 
 
-def test_a_step_after_the_first_does_little_in_python():
-    """A GPU whose steps are waited for waits for this too."""
-    trainer = make(lambda params, batch: sum(map(jnp.sum, params)) * jnp.mean(batch["x"]))
-    state, batch = trainer.init([jnp.ones(3)] * 200), jax.device_put({"x": jnp.ones((4, 2))}, trainer.batch_sharding)
-    state, _ = trainer.step(state, batch)
-    events = []
-    sys.setprofile(lambda frame, event, arg: events.append(event))
+def calls_passed(call, *args):
+    """The code of every function of Python that a call goes through."""
+    codes = []
+    sys.setprofile(lambda frame, event, arg: codes.append(frame.f_code) if event == "call" else None)
     try:
-        trainer.step(state, batch)
+        call(*args)
     finally:
         sys.setprofile(None)
-    # Not one for each leaf: a walk over the leaves would be that. Placing the batch again would be as many as all.
-    assert events.count("call") < 200
+    return codes
+
+
+def test_a_step_after_the_first_does_little_in_python():
+    """A GPU whose steps are waited for waits for this too."""
+    counts = []
+    for num_leaves in (2, 20):
+        trainer = make(lambda params, batch: sum(map(jnp.sum, params)) * jnp.mean(batch["x"]))
+        batch = jax.device_put({"x": jnp.ones((4, 2))}, trainer.batch_sharding)
+        state, _ = trainer.step(trainer.init([jnp.ones(3)] * num_leaves), batch)
+        counts.append(len(calls_passed(trainer.step, state, batch)))
+    assert counts[0] == counts[1] < 200  # no walk over the leaves; placing the batch again would be as many
 
 
 @pytest.mark.parametrize("name, num_functions, num_files", [("bucketed", 75, 13), ("zero1", 90, 14), ("zero3", 80, 12)])
@@ -80,13 +87,8 @@ def test_who_follows_the_first_step_passes_few_functions(name, num_functions, nu
     dense = mark(lambda params, x: jnp.tanh(x @ params["w"] + params["b"]))
     trainer = make(lambda params, batch: jnp.mean(dense(params, batch["x"]) ** 2), jaxddp.make_strategy(name))
     state, batch = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}), {"x": np.ones((4, 3), np.float32)}
-    codes = []
-    sys.setprofile(lambda frame, event, arg: codes.append(frame.f_code))
-    try:
-        trainer.step(state, batch)
-    finally:
-        sys.setprofile(None)
     package = str(Path(jaxddp.__file__).parent)
+    codes = calls_passed(trainer.step, state, batch)
     ours = [one for one in codes if one.co_filename.startswith(package) and "_test.py" not in one.co_filename]
     passed = {(one.co_filename, one.co_qualname) for one in ours if one.co_name[0] != "<"}  # no lambdas, comprehensions
     assert 50 < len(passed) <= num_functions and len({file for file, _ in passed}) <= num_files, sorted(passed)
@@ -94,13 +96,13 @@ def test_who_follows_the_first_step_passes_few_functions(name, num_functions, nu
 
 def test_the_programs_size_does_not_grow_with_the_number_of_microbatches():
     sizes = []
-    for num_microbatches in (3, 12, 48):
+    for num_microbatches in (3, 12):
         trainer = make(num_microbatches=num_microbatches, num_ranks=2)
         state, batch = trainer.init(linear_params()), regression_batch(8 * num_microbatches)
         compiled = trainer.compile(state, batch)
         assert len(jaxddp.gradient_collectives(compiled)) == 1
         sizes.append(len(compiled.as_text().splitlines()))
-    assert sizes[0] == sizes[1] == sizes[2]
+    assert sizes[0] == sizes[1]
 
 
 def params_of(width):
