@@ -32,10 +32,12 @@ def trainer():
     return jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), jaxddp.data_mesh(2))
 
 
+def params_of(step):
+    return {"w": np.random.default_rng(step).normal(size=(100, 100)).astype(np.float32), "b": np.float32(1)}
+
+
 def state_of(trainer, step, **params):
-    rng = np.random.default_rng(step)
-    values = {"w": rng.normal(size=(100, 100)).astype(np.float32), "b": np.float32(1), **params}
-    return trainer.init(values)._replace(step=jnp.int32(step))
+    return trainer.init(params_of(step) | params)._replace(step=jnp.int32(step))
 
 
 def save(folder, trainer, *steps, **options):
@@ -45,7 +47,7 @@ def save(folder, trainer, *steps, **options):
 
 
 def check_restored(checkpoints, trainer, step, asked=None):
-    expected = trainer.params(state_of(trainer, step))
+    expected = params_of(step)
     state, _ = checkpoints.restore(trainer, expected, step=asked)
     assert int(state.step) == step
     jax.tree.map(np.testing.assert_array_equal, trainer.params(state), expected)

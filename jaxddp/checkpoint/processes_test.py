@@ -3,17 +3,13 @@
 import json
 import shutil
 
-import jax
-
 from jaxddp.checkpoint import folder
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.checkpoints_test import BATCH, advance, dict_of, make_params, trainer_of, uninterrupted
 from jaxddp.comparison_test import assert_near
 from jaxddp.mesh_test import run_workers
 
-NUM_PROCESSES = 2
-
-START = """
+WORKER = """
 import json
 import sys
 import jax
@@ -22,12 +18,9 @@ import jaxddp
 
 address, process_id, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_num_cpu_devices", {})
+jax.config.update("jax_num_cpu_devices", 2)
 jaxddp.start_process(address, 2, process_id)
-"""
-WORKER = (
-    START.format(2)
-    + """
+
 from jax.experimental import multihost_utils
 from jaxddp.training import placement
 from jaxddp.checkpoint import host_state
@@ -45,7 +38,7 @@ def step(trainer, state, position):
     mine = slice(process_id * BATCH // 2, (process_id + 1) * BATCH // 2)
     return trainer.step(state, {name: array[mine] for name, array in batch_of(position).items()})[0]
 
-with Checkpoints(folder) as checkpoints:
+with Checkpoints(f"{folder}/together") as checkpoints:
     sharded = make(jaxddp.zero3(min_shard_elements=8))
     params = jax.tree.map(lambda leaf: leaf - process_id, make_params())  # those of process 0 count
     state = sharded.init(params)
@@ -60,53 +53,30 @@ with Checkpoints(folder) as checkpoints:
     owned = make(jaxddp.zero2(shard="leaves"))
     state, position = checkpoints.restore(owned, make_params())
     checkpoints.save(owned, step(owned, state, position), data_position=position + BATCH)
-print(sharded.num_ranks)
-"""
-)
 
-
-def test_processes_save_and_restore_as_one(tmp_path):
-    assert run_workers(WORKER, NUM_PROCESSES, tmp_path) == ["4"] * NUM_PROCESSES
-    with jax.enable_x64(True), Checkpoints(tmp_path) as checkpoints:
-        trainer = trainer_of("bucketed on 3")
-        for step, strategy in ((1, "zero3"), (2, "bucketed"), (3, "zero2")):
-            assert checkpoints.about(step)["strategy"] == strategy
-            state, position = checkpoints.restore(trainer, make_params(), step=step)
-            assert position == step * BATCH
-            assert_near(dict_of(trainer, state), uninterrupted(step))
-        state, _ = advance(trainer, state, position, 1)
-        assert_near(dict_of(trainer, state), uninterrupted(4))
-
-
-SEES_OTHERS = (
-    START.format(1)
-    + """
-from jaxddp.checkpoint.checkpoints_test import make, make_params
-trainer, found = make(jaxddp.zero1()), []
+found = []
 for case in ("empty", "older", "another", "damaged", "fallen"):
-    with jaxddp.Checkpoints(f"{folder}/{case}/{process_id}", warn=lambda line: None) as checkpoints:
+    with Checkpoints(f"{folder}/{case}/{process_id}", warn=lambda line: None) as checkpoints:
         try:
             newest = checkpoints.latest_step()
-            found.append(f"{newest} {checkpoints.restore(trainer, make_params())[0].step}")
+            found.append(f"{newest} {checkpoints.restore(whole, make_params())[0].step}")
         except ValueError as error:
             found.append(str(error))
-print(json.dumps(found))
+print(json.dumps([sharded.num_ranks, found]))
 """
-)
 
 
-def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named(tmp_path):
+def test_processes_save_and_restore_as_one_and_process_0_decides_what(tmp_path, x64):
     """Process 1 sees an empty folder, an older checkpoint, another one of that step, and a damaged one.
 
     In the last case it is process 0 whose newest is damaged: all go on from the one before.
     """
-    with jax.enable_x64(True):
-        trainer = trainer_of("naive on 1")
-        state, position = trainer.init(make_params()), 0
-        with Checkpoints(tmp_path / "sound") as checkpoints:
-            for _ in range(2):
-                state, position = advance(trainer, state, position, 1)
-                checkpoints.save(trainer, state, data_position=position)
+    trainer = trainer_of("naive on 1")
+    state, position = trainer.init(make_params()), 0
+    with Checkpoints(tmp_path / "sound") as checkpoints:
+        for _ in range(2):
+            state, position = advance(trainer, state, position, 1)
+            checkpoints.save(trainer, state, data_position=position)
     cases = [tmp_path / case for case in ("empty", "older", "another", "damaged", "fallen")]
     for case in cases:
         for process in ("0", "1"):
@@ -118,8 +88,8 @@ def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named
     said = json.loads(about.read_bytes())["about"] | {"data_position": 7}
     about.write_text(json.dumps({"about": said, "crc32": folder._checksum(said)}))
     for path in (damaged, cases[-1] / "0"):
-        state = path / "2" / "state.npz"
-        state.write_bytes(state.read_bytes()[:-1])
+        file = path / "2" / "state.npz"
+        file.write_bytes(file.read_bytes()[:-1])
     reasons = [
         f"process 1: no checkpoint of step 2 in '{empty}': there are none",
         f"process 1: no checkpoint of step 2 in '{older}': there are 1",
@@ -128,5 +98,14 @@ def test_process_0_decides_what_is_restored_and_one_that_cannot_read_it_is_named
         " one",
         "2 1",
     ]
-    for found in run_workers(SEES_OTHERS, NUM_PROCESSES, tmp_path):
-        assert json.loads(found) == reasons
+    assert [json.loads(line) for line in run_workers(WORKER, 2, tmp_path)] == [[4, reasons]] * 2
+
+    with Checkpoints(tmp_path / "together") as checkpoints:
+        trainer = trainer_of("bucketed on 3")
+        for step, strategy in ((1, "zero3"), (2, "bucketed"), (3, "zero2")):
+            assert checkpoints.about(step)["strategy"] == strategy
+            state, position = checkpoints.restore(trainer, make_params(), step=step)
+            assert position == step * BATCH
+            assert_near(dict_of(trainer, state), uninterrupted(step))
+    state, _ = advance(trainer, state, position, 1)
+    assert_near(dict_of(trainer, state), uninterrupted(4))
