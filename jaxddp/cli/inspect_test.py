@@ -24,7 +24,7 @@ from jaxddp.planning.chips import CHIPS, target
 from jaxddp.planning.machine import network_in_words
 
 INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
-TINY, NUM_BYTES = "--model tiny --batch-per-device 4", 28_992  # of its parameters
+TINY = "--model tiny --batch-per-device 4"
 
 
 def inspected(options):

@@ -91,9 +91,10 @@ def test_what_a_rank_has_started_neither_holds_the_launcher_nor_outlives_it(star
     wait_for(lambda: not is_alive((tmp_path / "child").read_text()), 10)
 
 
-def test_a_stopped_rank_ends_at_once_when_the_others_have_given_it_up(start):
+@pytest.mark.parametrize(("how", "status"), [("stopped", 5), ("killed", 128 + signal.SIGKILL)])
+def test_a_rank_that_is_lost_ends_all_at_once_with_a_status_as_a_shell_gives_it(start, how, status):
     since = time.monotonic()
-    assert start("stopped") == 5
+    assert start(how) == status
     assert time.monotonic() - since < 9  # less than between SIGTERM and SIGKILL
 
 
@@ -122,10 +123,6 @@ def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_pat
     with signalled_once_all_run(tmp_path, signal.SIGUSR1):
         assert start("signal", max_restarts=1) == 128 + signal.SIGUSR1
     assert len(list(tmp_path.glob("saved-*"))) == 2
-
-
-def test_a_rank_that_is_killed_has_the_status_that_a_shell_gives_it(start):
-    assert start("killed") == 128 + signal.SIGKILL
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_a_while(start, tmp_path, monkeypatch):
