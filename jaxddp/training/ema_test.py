@@ -39,7 +39,7 @@ def trainer_of(strategy, num_ranks=4, optimizer=None, **options):
     return jaxddp.Trainer(loss_fn, optimizer, strategy, mesh, **options)
 
 
-def averages_on_one_device(loss_fn, params, batches, decay=DECAY):
+def averages_on_one_device(loss_fn, params, batches):
     """Parameters, and of them ``optax.incremental_update`` after each step, of Adam."""
     average, optimizer = params, optax.adam(0.1)
     state = optimizer.init(params)
@@ -48,7 +48,7 @@ def averages_on_one_device(loss_fn, params, batches, decay=DECAY):
     def step(params, average, state, batch):
         updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
         params = optax.apply_updates(params, updates)
-        return params, optax.incremental_update(params, average, 1 - decay), state
+        return params, optax.incremental_update(params, average, 1 - DECAY), state
 
     for batch in batches:
         params, average, state = step(params, average, state, batch)
@@ -88,6 +88,33 @@ def test_it_is_that_of_one_device_in_shards_and_evaluated(name, compute_dtype):
     shards = {"zero2 by leaves": 42}.get(name, -(-42 // 4) + -(-21 // 4) if "zero" in name else 63)
     assert held - other == 8 * shards
     assert int(trainer.step(state, batch)[1]["skipped"]) == 0  # a state may be averaged and trained on
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if "zero" in name])
+@pytest.mark.parametrize(("is_array", "compute_dtype"), [(True, None), (False, None), (True, "float64")])
+def test_parameters_named_by_nothing_come_back_with_moments_and_averages(name, is_array, compute_dtype, tmp_path):
+    """One array, or the key "" of a dictionary."""
+
+    def loss_fn(params, batch):
+        (w,) = jax.tree.leaves(params)
+        return jnp.mean((batch["x"] @ w) ** 2)
+
+    w, batches = drawn(w=(4, 2))["w"], [drawn(step, x=(12, 4)) for step in range(6)]
+    params = w if is_array else {"": w}
+    saves, goes_on = (
+        jaxddp.Trainer(loss_fn, adam_with_average(), *on_ranks, compute_dtype=compute_dtype)
+        for on_ranks in ((STRATEGIES[name], jaxddp.data_mesh(4)), (jaxddp.naive(), jaxddp.data_mesh(2)))
+    )
+    state, _ = trained(saves, saves.init(params), batches[:3])
+    with jaxddp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(saves, state)
+        alone = checkpoints.restore_params(params)
+        restored, _ = checkpoints.restore(goes_on, params)
+    assert_near(alone, goes_on.params(restored), atol=0)
+    state, _ = trained(goes_on, restored, batches[3:])
+    found = goes_on.params(state), goes_on.params(goes_on.averaged(state))
+    assert_near(found, averages_on_one_device(loss_fn, params, batches))
 
 
 def test_bad_input():

@@ -21,7 +21,7 @@ def in_a_scan(rank):
 
 
 def in_a_while_loop(rank):
-    return lax.fori_loop(0, 2, lambda i, total: total + noise(rank(), i), jnp.zeros(3))
+    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + noise(rank(), c[0])), (0, jnp.zeros(3)))[1]
 
 
 def in_a_branch(rank):

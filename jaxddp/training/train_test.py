@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxddp
-from jaxddp.comparison_test import assert_near, compiled_as_planned, drawn, on_one_device, refusal
+from jaxddp.comparison_test import assert_near, drawn, on_one_device, refusal
 from jaxddp.models.toy_test import build
 from jaxddp.training.jit_baseline import auto_step
 
@@ -213,17 +213,6 @@ def test_what_is_not_trainable_gets_no_gradient_no_state_and_no_communication():
     state, _ = trainer.step(state, regression_batch())
     np.testing.assert_array_equal(state.params["b"], np.ones(5))
     assert not np.array_equal(state.params["w"], params["w"])
-
-
-def test_grad_dtype_is_what_travels():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), linear_params())
-    own, wide = make(), make(grad_dtype=jnp.float32)
-    batch = regression_batch()
-    assert own.plan(own.init(params), batch).num_bytes == 2 * 55
-    state = wide.init(params)
-    assert compiled_as_planned(wide, state, batch) == [("all-reduce", 4 * 55)]
-    state, _ = wide.step(state, batch)
-    assert state.params["w"].dtype == jnp.bfloat16
 
 
 def test_metrics_are_summed_wide_enough():
