@@ -20,7 +20,7 @@ from jaxddp.instruments.inspect import Inspection
 from jaxddp.instruments.simulate import Bound, simulate
 from jaxddp.instruments.testdata import schedule_of
 from jaxddp.network import Network
-from jaxddp.planning.chips import CHIPS, target
+from jaxddp.planning.chips import target
 from jaxddp.planning.machine import network_in_words
 
 INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
@@ -51,21 +51,15 @@ def test_bfloat16_is_of_copies_that_the_loss_takes(asked):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-def test_several_hosts_take_the_given_network_between_them(asked):
-    all_options = "", "--target h100:2x4", "--target h100:2x4 --network-gb-per-s 5"
-    networks = [asked("--peaks", options)[1]["network"] for options in all_options]
-    chip = CHIPS["h100"]
-    speeds = [network.host_gb_per_s or network.gb_per_s for network in networks]
-    assert speeds == [chip.link_gb_per_s, chip.host_link_gb_per_s, 5.0]
-
-
 def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
-    all_options = "", "--network-file measured", "--peaks", "--target h100:2x4"
-    given = {options: asked(options)[1] for options in all_options}
-    found = {options: network_in_words(target(one["target"]), one["network"]) for options, one in given.items()}
-    assert found[""] == found["--network-file measured"]
-    assert found["--peaks"].startswith("network, assumed: 450 GB/s a device as published")
-    assert found["--target h100:2x4"].endswith("between hosts 50 GB/s as published")
+    def words_for(options):
+        given = asked(options)[1]
+        return network_in_words(target(given["target"]), given["network"])
+
+    assert words_for("") == words_for("--network-file measured")
+    assert words_for("--peaks").startswith("network, assumed: 450 GB/s a device as published")
+    assert words_for("--target h100:2x4").endswith("between hosts 50 GB/s as published")
+    assert words_for("--target h100:2x4 --network-gb-per-s 5").endswith("between hosts 5 GB/s as given")
 
 
 BAD_INPUT = {

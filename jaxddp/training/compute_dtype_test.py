@@ -10,7 +10,7 @@ import pytest
 
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
-from jaxddp.comparison_test import compiled_as_planned, drawn, trained
+from jaxddp.comparison_test import compiled_as_planned, drawn, on_one_device, trained
 from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
 from jaxddp.strategy import Masters
 
@@ -57,23 +57,17 @@ seen = []
 
 def recipe(params, batches, optimizer, max_grad_norm):
     """Single-device training: cast, gradient of each example, mean in float64, clip, update of the masters."""
-    masters = {name: jnp.asarray(leaf) for name, leaf in params.items() if name not in ("table", "frozen")}
     others = {"table": params["table"], "frozen": jnp.float32(params["frozen"])}
-    grad = jax.jit(jax.grad(lambda copies, x: exact_loss({**copies, **others}, {"x": x})))
-    opt_state = optimizer.init(masters)
 
-    @jax.jit
-    def update(masters, opt_state, grads):
-        mean = jax.tree.map(lambda *each: sum(one.astype(jnp.float64) for one in each) / len(each), *grads)
-        clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(mean, optax.EmptyState())
-        updates, opt_state = optimizer.update(clipped, opt_state, masters)
-        return optax.apply_updates(masters, updates), opt_state
+    def mean_loss(masters, batch):
+        def loss(masters, x):
+            return exact_loss(jax.tree.map(jnp.float32, masters) | others, {"x": x[None]}).astype(jnp.float64)
 
-    for batch in batches:
-        copies = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), masters)
-        grads = [grad(copies, batch["x"][[row]]) for row in range(batch["x"].size)]
-        masters, opt_state = update(masters, opt_state, grads)
-    return masters
+        each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*batch["x"].shape, *leaf.shape)), masters)
+        return jnp.mean(jax.vmap(loss)(each, batch["x"]))
+
+    masters = {name: leaf for name, leaf in params.items() if name not in others}
+    return on_one_device(mean_loss, masters, batches, optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer))
 
 
 @pytest.mark.parametrize(("name", "num_microbatches"), [("bucketed", 1), ("zero2", 2), ("zero3", 2)])
