@@ -1,6 +1,7 @@
 """Integer-valued data make every sum exact, so all comparisons here are bitwise."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,28 +49,24 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("how", ["vma", "no_vma", "pmap"])
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
 def test_every_primitive_gives_the_ranks_what_its_equation_says(x64, num_ranks, dtype, how):
-    root = num_ranks - 1
-
-    def each(x, axis):
-        own = all_reduce(x, axis), reduce_scatter(x, axis), all_gather(x, axis)
-        rooted = broadcast(x, axis, root), reduce(x, axis, root), broadcast(x, axis), reduce(x, axis)
-        return *own, *rooted, send_recv(x, axis, [(0, root)]), send_recv(x, axis, [(root, root)])
-
-    x = integer_valued(num_ranks, 2 * num_ranks, 3, dtype=dtype)
+    x, root = integer_valued(num_ranks, 2 * num_ranks, 3, dtype=dtype), num_ranks - 1
     total, off_root = total_of(x), jnp.arange(num_ranks)[:, None, None] != root
-    for found, expected in zip(
-        on_ranks(each, x, how),
-        (
-            jnp.stack([total] * num_ranks), total.reshape(num_ranks, 2, 3), jnp.stack([x.reshape(-1, 3)] * num_ranks),
-            # By default the root is rank 0.
-            jnp.stack([x[root]] * num_ranks), jnp.where(off_root, 0, total),
-            jnp.stack([x[0]] * num_ranks), jnp.zeros_like(x).at[0].set(total),
-            # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
-            jnp.where(off_root, 0, x[0]), jnp.where(off_root, 0, x),  # a rank may send to itself
-        ),
+    primitives, expected = zip(
+        (all_reduce, jnp.stack([total] * num_ranks)),
+        (reduce_scatter, total.reshape(num_ranks, 2, 3)),
+        (all_gather, jnp.stack([x.reshape(-1, 3)] * num_ranks)),
+        (partial(broadcast, root=root), jnp.stack([x[root]] * num_ranks)),
+        (broadcast, jnp.stack([x[0]] * num_ranks)),  # by default the root is rank 0
+        (partial(reduce, root=root), jnp.where(off_root, 0, total)),
+        (reduce, jnp.zeros_like(x).at[0].set(total)),
+        # Rank 0 sends to the last rank alone: the others, itself included unless it is the last, receive nothing.
+        (partial(send_recv, pairs=[(0, root)]), jnp.where(off_root, 0, x[0])),
+        (partial(send_recv, pairs=[(root, root)]), jnp.where(off_root, 0, x)),  # a rank may send to itself
         strict=True,
-    ):  # fmt: skip
-        assert_same(found, expected.astype(x.dtype))
+    )
+    found = on_ranks(lambda x, axis: [primitive(x, axis) for primitive in primitives], x, how)
+    for actual, values in zip(found, expected, strict=True):
+        assert_same(actual, values.astype(x.dtype))
 
 
 def test_broadcast_ignores_what_the_other_ranks_hold():

@@ -17,7 +17,6 @@ from jaxddp.strategy import Masters
 NUM_RANKS = 4
 SHARDED = jaxddp.zero3(min_shard_elements=0)
 STRATEGIES = {"bucketed": jaxddp.bucketed(), "zero2": jaxddp.zero2(), "zero3": SHARDED}
-strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 
 
 def make(loss_fn, strategy, num_ranks=NUM_RANKS, optimizer=None, compute_dtype=jnp.bfloat16, **options):
@@ -101,7 +100,7 @@ def test_every_strategy_is_the_recipe_on_one_device(name, num_microbatches):
             np.testing.assert_array_equal(state.params[leaf], found[leaf].astype(np.float32))
 
 
-@strategies
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_bytes_from_step_to_step(strategy):
     """AdamW with float32 masters: 2 + 12, 2 + 12 / N or 12 / N bytes a parameter, a count, the step and the key."""
     trainer = make(mlp_loss, strategy)

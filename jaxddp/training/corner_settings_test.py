@@ -91,7 +91,7 @@ def through(function):
     return functools.wraps(function)(lambda *args, **named: function(*args, **named))
 
 
-WRAPPERS = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "wraps": through, "set": functools.partial}
+WRAPPERS = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "wraps": through}
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
