@@ -59,37 +59,24 @@ NCCLS = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.7"}
 
 
 @pytest.mark.parametrize(
-    ("changed", "status", "subject", "advice"),
+    ("changed", "variables", "status", "subject", "advice"),
     [
-        ({"jax": CPU}, FAIL, "JAX",
-         "it finds none of 8 GPUs: install .[cuda12] or, with a driver from 580 on, .[cuda13]"),
-        ({"torch": "No module named 'torch'"}, NOTE, "torch", "torchref needs it: install .[torch]"),
-        ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, FAIL, "JAX",
-         "JAX must start here: reinstall it, or end what holds the GPUs"),
-        ({"libraries": NCCLS}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
-        ({"plugins": ("xla_cuda12", "xla_cuda13")}, FAIL, "libraries",
-         "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"),
-        ({"num_gpus": 1, "free": 8}, NOTE, "memory",
-         "other processes hold the rest: nvidia-smi names them"),
-        ({"num_gpus": 0}, FAIL, "GPUs", "nvidia-smi must list them: is it installed, and does it run?"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_has_a_line_with_what_to_do(changed, status, subject, advice, machine):
-    assert wrong(machine(**changed)) == [(status, subject, advice)]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "status", "subject", "advice"),
-    [
-        ("RANK", "0", FAIL, "job", "WORLD_SIZE (='') must be a number, as other variables of a job"),
-        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1", NOTE, "variable", "torch multiplies float32 in TF32 whatever a "),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", NOTE, "variable", "communication starts only after the computation"),
+        ({"jax": CPU}, {}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda12] or, with a driver from 580 on, "),
+        ({"torch": "No module named 'torch'"}, {}, NOTE, "torch", "torchref needs it: install .[torch]"),
+        ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, {}, FAIL, "JAX", "JAX must start here: reinstall it, or end what "),
+        ({"libraries": NCCLS}, {}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
+        ({"plugins": ("xla_cuda12", "xla_cuda13")}, {}, FAIL, "libraries", "which one JAX starts is chance: beside "),
+        ({"num_gpus": 1, "free": 8}, {}, NOTE, "memory", "other processes hold the rest: nvidia-smi names them"),
+        ({"num_gpus": 0}, {}, FAIL, "GPUs", "nvidia-smi must list them: is it installed, and does it run?"),
+        ({}, {"RANK": "0"}, FAIL, "job", "WORLD_SIZE (='') must be a number, as other variables of a job"),
+        ({}, {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, NOTE, "variable", "torch multiplies float32 in TF32 whatever "),
+        ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, NOTE, "variable", "communication starts only after the computation"),
     ],
 )
-def test_what_the_environment_breaks(name, value, status, subject, advice, machine, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # of which nothing is said
-    monkeypatch.setenv(name, value)
-    ((found, where, what),) = wrong(machine())
+def test_what_is_wrong_has_a_line_with_what_to_do(changed, variables, status, subject, advice, machine, monkeypatch):
+    for name, value in ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"} | variables).items():  # of 8 nothing is said
+        monkeypatch.setenv(name, value)
+    ((found, where, what),) = wrong(machine(**changed))
     assert (found, where) == (status, subject) and what.startswith(advice)
 
 

@@ -152,18 +152,15 @@ def test_a_training_of_ones_own_is_a_table_and_a_picture(own, tmp_path, capsys, 
     assert file.name == "timeline.png" and file.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("no_such_module:make", "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No"),
-        ("own_training:none", "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module"),
-        ("own_training", "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make"),
-        ("own_training:wrong", "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)"),
-        ("own_training:huge", "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'"),
-    ],
-)
-def test_a_training_that_is_none(options, message, own, capsys):
-    assert_refused(f"inspect --trainer {options}", message, capsys)
+def test_a_training_that_is_none(own, capsys):
+    for options, message in {
+        "no_such_module:make": "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No",
+        "own_training:none": "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module",
+        "own_training": "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make",
+        "own_training:wrong": "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)",
+        "own_training:huge": "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'",
+    }.items():
+        assert_refused(f"inspect --trainer {options}", message, capsys)
 
 
 TARGET = targets.target("h100:8")

@@ -38,17 +38,13 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
     assert planned(CUSTOM, capsys) == planned(f"{CUSTOM} --target v5p:64 --tp 1", capsys)  # has no grid of its own
 
 
-@pytest.mark.parametrize(
-    ("options", "min_tokens"),
-    [
-        ("--flops-per-s 4.59e14", 25_234),
-        ("--link-gb-per-s 90", 66_373), ("--link-gb-per-s 29 --tokens 25302", None),
-        ("--fsdp 8 --tp 8", 16_594), ("--dtype float8 --flops-per-s 4.6e14", 11_308),
-    ],
-)  # fmt: skip
-def test_other_assumptions_by_hand(options, min_tokens, capsys):
+def test_other_assumptions_by_hand(capsys):
     """The accounting's cases, and numbers of one byte: F/(2 Y M_X) / (F/(N alpha) - 1/(2 X M_Y))."""
-    assert planned(options, capsys)["min_tokens"] == min_tokens
+    for options, min_tokens in {
+        "--flops-per-s 4.59e14": 25_234, "--link-gb-per-s 90": 66_373, "--link-gb-per-s 29 --tokens 25302": None,
+        "--fsdp 8 --tp 8": 16_594, "--dtype float8 --flops-per-s 4.6e14": 11_308,
+    }.items():  # fmt: skip
+        assert planned(options, capsys)["min_tokens"] == min_tokens
 
 
 def test_named_transformers_have_their_parameters_and_sequences(capsys):
@@ -165,19 +161,16 @@ def test_a_plan_is_json_and_agrees_with_itself(name):
     assert (found["best_bucket_mb"] is None) == (found["buckets"] is None) == (name == "alone")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_what_a_reader_must_know_is_said():
+    for name, said in (
         ("too large", "fits no"),
         ("too large", "accumulation steps none"),
         ("too large", "Note: JAX takes 60.00 GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."),
         ("no batch", "min tokens none"),
         ("alone", "buckets none"),
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
-    ],
-)
-def test_what_a_reader_must_know_is_said(name, said):
-    assert said in " ".join(text_of(name).split())
+    ):
+        assert said in " ".join(text_of(name).split())
 
 
 def test_a_reader_that_has_enough_is_no_error():

@@ -137,21 +137,18 @@ def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
     assert cut.dim is None or num_ranks * cut.chunk == tensor.size
 
 
-@pytest.mark.parametrize(
-    ("shape", "dims", "expected"),
-    [
-        ((8, 4), None, (0, (2, 4))),
-        ((6, 8), None, (1, (6, 2))),
-        ((8, 4), (1, 0), (1, (8, 1))),
-        ((8, 6), (1,), (None, (1, 12))),
-        ((6, 5), None, (None, (1, 8))),  # 30 elements and 2 of padding
-        ((), None, (None, (1,))),
-        ((0, 3), None, (0, (0, 3))),
-    ],
-)
-def test_a_tensor_is_cut_along_the_first_dimension_that_the_ranks_divide(shape, dims, expected):
-    found = sharding.cut(shape, 4, dims)
-    assert (found.dim, found.shard_shape) == expected
+def test_a_tensor_is_cut_along_the_first_dimension_that_the_ranks_divide():
+    for shape, dims, dim, shard_shape in (
+        ((8, 4), None, 0, (2, 4)),
+        ((6, 8), None, 1, (6, 2)),
+        ((8, 4), (1, 0), 1, (8, 1)),
+        ((8, 6), (1,), None, (1, 12)),
+        ((6, 5), None, None, (1, 8)),  # 30 elements and 2 of padding
+        ((), None, None, (1,)),
+        ((0, 3), None, 0, (0, 3)),
+    ):
+        found = sharding.cut(shape, 4, dims)
+        assert (found.dim, found.shard_shape) == (dim, shard_shape)
 
 
 @pytest.mark.parametrize(

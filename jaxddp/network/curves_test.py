@@ -201,9 +201,8 @@ def test_what_nccl_tests_write_as_json_is_read(file):
     assert "must be what nccl-tests wrote as JSON: KeyError('config')" in found
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
+def test_a_file_that_is_no_table_is_one_line(file):
+    for content, said in (
         ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
         ({"us": {"all-reduce": {"8": [[1, 1.0], [2, math.nan], [3, 2.0]]}}}, "must have several sizes, with times"),
         ({"us": {"all-reduce": {"8": [[MIB, 2.0], [2 * MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
@@ -212,7 +211,5 @@ def test_what_nccl_tests_write_as_json_is_read(file):
         ({"us": {"dance": {"8": [[MIB, 2.0]]}}}, "it has none"),
         ("# nThread 1", "must be what nccl-tests printed"),
         ('{"us": ', "must hold measured collectives: JSONDecodeError"),
-    ],
-)
-def test_a_file_that_is_no_table_is_one_line(content, said, file):
-    assert said in refusal(from_file, file(content))
+    ):
+        assert said in refusal(from_file, file(content))

@@ -85,21 +85,19 @@ def test_marked_values_are_those_of_all_examples(strategy, num_microbatches):
         np.testing.assert_array_equal(aux["each"].shape, (48,))
 
 
-@pytest.mark.parametrize(
-    ("aux", "message"),
-    [
+def test_what_has_no_one_meaning_is_refused():
+    for aux, message in (
         (lambda out: out[:, 0], "aux leaf 'a' (=[4]) must be marked: "),  # as long as a rank's part of the batch
         (lambda out: jaxddp.Mean(out[:2]), "aux leaf 'a' (=Mean of [2, 3]) must have the 4 examples"),
         (lambda out: jnp.sum(out > 0), "aux leaf 'a' (=int32)"),
-    ],
-)
-def test_what_has_no_one_meaning_is_refused(aux, message):
-    def loss_fn(params, batch):
-        out = batch["x"] * params["w"]
-        return jnp.mean(out), {"a": aux(out)}
+    ):
 
-    one = trainer(loss_fn, has_aux=True)
-    assert message in refusal(one.step, one.init(PARAMS), batch())
+        def loss_fn(params, batch, aux=aux):
+            out = batch["x"] * params["w"]
+            return jnp.mean(out), {"a": aux(out)}
+
+        one = trainer(loss_fn, has_aux=True)
+        assert message in refusal(one.step, one.init(PARAMS), batch())
 
 
 def error_of(params, scale, batch):
@@ -201,9 +199,9 @@ def marks(kind):
     return lambda params, x: {"a": kind(x)}
 
 
-@pytest.mark.parametrize(
-    ("batches", "eval_fn", "message"),
-    [
+def test_what_is_refused():
+    one = trainer(lambda params, batch: jnp.mean(batch @ params["w"]))
+    for batches, eval_fn, message in (
         ([], mean_x, "batches hold no examples"),
         ("x", mean_x, "must be arrays whose dimension 0 counts examples"),
         ((X, X[:3]), mean_x, "batch (={'0': 7, '1': 3}) must be arrays"),
@@ -211,11 +209,8 @@ def marks(kind):
         (X, marks(jnp.mean), "must be marked as jaxddp.Mean, Sum or PerExample"),
         (X, marks(lambda x: jaxddp.Sum(x.sum())), "'a' (=Sum of []) must have the 4 examples"),
         (iter([X, X[:, :1]]), marks(jaxddp.Sum), "inhomogeneous shape"),
-    ],
-)
-def test_what_is_refused(batches, eval_fn, message):
-    one = trainer(lambda params, batch: jnp.mean(batch @ params["w"]))
-    assert message in refusal(one.evaluate, one.init(PARAMS), batches, eval_fn)
+    ):
+        assert message in refusal(one.evaluate, one.init(PARAMS), batches, eval_fn)
 
 
 WORKER = """

@@ -246,35 +246,30 @@ def test_a_donated_state_is_refused():
     assert "was donated to an earlier step" in refusal(trainer.params, state)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
+def test_batches_that_cannot_be_split():
+    trainer = make()
+    state = trainer.init(linear_params())
+    for batch, message in (
         (regression_batch(10), "batch (=10 examples) must be divisible by num_ranks x num_microbatches (=4 x 1)"),
         ({"x": np.ones((8, 10)), "y": np.ones((4, 5))}, "batch (={'x': 8, 'y': 4}) must be arrays"),
         ({"x": np.ones((0, 10)), "y": np.ones((0, 5))}, "batch (=0 examples) must be divisible"),
         ({"x": np.float32(1)}, "must be arrays whose dimension 0 counts examples"),
         ({}, "batch (={}) must be arrays"),
-    ],
-)
-def test_batches_that_cannot_be_split(batch, message):
-    trainer = make()
-    for use in (trainer.step, trainer.compile):
-        assert message in refusal(use, trainer.init(linear_params()), batch)
+    ):
+        for use in (trainer.step, trainer.compile):
+            assert message in refusal(use, state, batch)
 
 
-@pytest.mark.parametrize(
-    ("result", "has_aux", "message"),
-    [
+def test_losses_that_are_none():
+    for result, has_aux, message in (
         (jnp.ones(4), False, "loss_fn (=loss_fn) returned (4,)"),
         ((jnp.ones(()), {}), False, "loss_fn (=loss_fn) returned tuple"),
         (jnp.ones((), jnp.int32), False, "returned dtype int32"),
         (jnp.ones(()), True, "loss_fn (=loss_fn) must return (loss, aux)"),
-    ],
-)
-def test_losses_that_are_none(result, has_aux, message):
-    trainer = make(lambda params, batch: result, has_aux=has_aux)
-    trainer.loss_fn.__name__ = "loss_fn"
-    assert message in refusal(trainer.step, trainer.init(linear_params()), regression_batch())
+    ):
+        trainer = make(lambda params, batch, result=result: result, has_aux=has_aux)
+        trainer.loss_fn.__name__ = "loss_fn"
+        assert message in refusal(trainer.step, trainer.init(linear_params()), regression_batch())
 
 
 def test_other_bad_input():
