@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -94,19 +95,15 @@ def assert_restored_elsewhere(folder, trainer, params, batches):
         assert_near(other.params(state), flat.params(whole))
 
 
+JOURNEY = (
+    "zero3 on 8", "bucketed on 3", "zero1 on 4", "zero3 on 8", "zero3 on 3, accumulating", "zero2 on 2, accumulating",
+    "zero3 on 8",
+)  # fmt: skip
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("first_steps", range(1, NUM_STEPS))
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("zero3 on 8", "bucketed on 3"),
-        ("bucketed on 3", "zero1 on 4"),
-        ("zero1 on 4", "zero3 on 8"),
-        ("zero3 on 8", "zero3 on 3, accumulating"),
-        ("zero3 on 3, accumulating", "zero2 on 2, accumulating"),
-        ("zero2 on 2, accumulating", "zero3 on 8"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(JOURNEY)])
 def test_interrupted_at_any_step_and_resumed_elsewhere_it_is_the_uninterrupted_training(
     tmp_path, before, after, first_steps
 ):

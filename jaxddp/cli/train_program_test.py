@@ -53,18 +53,15 @@ def test_options_reach_the_trainer(small, text, monkeypatch):
     assert trainer_call(devices=None, nonfinite="stop")["nonfinite"] == "skip"
 
 
-@pytest.mark.parametrize(
-    "name, first_update",
+def test_optimizer_by_name(small):
     # The first step of Adam is the learning rate against the sign of the gradient; AdamW also takes off 1 % of that
     # rate times the parameter.
-    [("sgd", -0.1 * 3.0), ("adam", -0.1), ("adamw", -0.1 * (1 + 0.01 * 2.0))],
-)
-def test_optimizer_by_name(small, name, first_update):
-    optimizer = train_program.make_optimizer(small(optimizer=name, learning_rate=0.1))
-    param = jnp.asarray(2.0)
-    update, _ = optimizer.update(jnp.asarray(3.0), optimizer.init(param), param)
-    # Float32, and Adam's bias correction is rounded to 1e-5.
-    assert float(update) == pytest.approx(first_update, rel=1e-4)
+    for name, first_update in {"sgd": -0.1 * 3.0, "adam": -0.1, "adamw": -0.1 * (1 + 0.01 * 2.0)}.items():
+        optimizer = train_program.make_optimizer(small(optimizer=name, learning_rate=0.1))
+        param = jnp.asarray(2.0)
+        update, _ = optimizer.update(jnp.asarray(3.0), optimizer.init(param), param)
+        # Float32, and Adam's bias correction is rounded to 1e-5.
+        assert float(update) == pytest.approx(first_update, rel=1e-4)
 
 
 def bigram_loss(params, batch):

@@ -127,18 +127,15 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
     assert all(path.name.isdecimal() for path in tmp_path.iterdir() if path.name != ".writer")
 
 
-@pytest.mark.parametrize(
-    "error, status, line",
-    [
+def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys):
+    for error, status, line in (
         (FloatingPointError("loss (=nan) must be finite"), 3, "error: loss (=nan) must be finite\n"),
         (Signalled(signal.SIGUSR1, "after 3 of 200 steps"), 138, "ended by SIGUSR1 after 3 of 200 steps\n"),
         (OSError("checkpoint of step 3 was not saved: full"), 2, "error: checkpoint of step 3 was not saved: full\n"),
-    ],
-)
-def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys, error, status, line):
-    monkeypatch.setattr("jaxddp.cli.train_program.train", Mock(side_effect=error))
-    assert main(["train"]) == status
-    assert capsys.readouterr().err == line
+    ):
+        monkeypatch.setattr("jaxddp.cli.train_program.train", Mock(side_effect=error))
+        assert main(["train"]) == status
+        assert capsys.readouterr().err == line
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxddp.communication.traces import VARIES, ZERO, checksum, finishing_times, follow
 
@@ -35,17 +34,14 @@ def loop(params, x):
 MATRICES = {f"l{i}": jnp.ones((4, 4)) for i in range(12)}  # l10 sorts before l2: the tree's own order would not do
 
 
-@pytest.mark.parametrize(
-    ("loss", "params", "x"),
-    [
+def test_the_last_layer_is_ready_first():
+    for loss, params, x in (
         (layers, MATRICES, jnp.ones((2, 4))),
         (layers, MATRICES, jnp.ones((2, 4), jnp.bfloat16)),  # casts are transposed after the whole backward
         (wrapped, {name: jnp.ones(4) for name in "abcd"}, jnp.ones(4)),  # counts in line
         (loop, {"a": jnp.ones(4), "b": jnp.ones((3, 4)), "c": jnp.ones(4)}, jnp.ones(4)),  # finishes as a whole
-    ],
-)
-def test_the_last_layer_is_ready_first(loss, params, x):
-    assert order(loss, params, x)[0] == [*reversed(params)]
+    ):
+        assert order(loss, params, x)[0] == [*reversed(params)]
 
 
 def test_a_cast_is_ready_when_its_operand_is():

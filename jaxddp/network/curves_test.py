@@ -13,9 +13,8 @@ S = 10**9
 ONE, HOSTS = Network(50, latency_us=15), Network(400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
 
 
-@pytest.mark.parametrize(
-    ("network", "kind", "group", "latencies", "by_hand_s"),
-    [
+def test_times_by_hand():
+    for network, kind, group, latencies, by_hand_s in (
         (ONE, "all-reduce", range(2), 1, 2 * 1 / 2 * S / 50e9), (ONE, "all-reduce", range(3), 1, 2 * 2 / 3 * S / 50e9),
         (ONE, "reduce-scatter", range(3), 0.5, 2 / 3 * S / 50e9), (ONE, "all-gather", range(3), 0.5, 2 / 3 * S / 50e9),
         (ONE, "all-to-all", range(3), 0.5, 2 / 3 * S / 50e9), (ONE, "ragged-all-to-all", (1, 2), 0.5, S / 2 / 50e9),
@@ -30,13 +29,11 @@ ONE, HOSTS = Network(50, latency_us=15), Network(400, latency_us=15, host_gb_per
         (HOSTS, "all-to-all", range(16), 0.5, S / 2 / 50e9), (HOSTS, "all-to-all", range(8), 0.5, 7 / 8 * S / 400e9),
         (HOSTS, "collective-permute", (7, 8), 0.5, S / 50e9), (HOSTS, "collective-permute", (6, 7), 0.5, S / 400e9),
         (HOSTS, "send", range(16), 0.5, S / 50e9),
-    ],
-)  # fmt: skip
-def test_times_by_hand(network, kind, group, latencies, by_hand_s):
-    # The same handful of products and sums, each rounded by at most 1.1e-16 of it, in another order.
-    assert network.transfer_s(kind, S, group) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
-    assert network.seconds(kind, 0, group) == pytest.approx(latencies * 15e-6)
-    assert network.seconds(kind, S, group) == pytest.approx(latencies * 15e-6 + by_hand_s, rel=1e-15)
+    ):  # fmt: skip
+        # The same handful of products and sums, each rounded by at most 1.1e-16 of it, in another order.
+        assert network.transfer_s(kind, S, group) == pytest.approx(by_hand_s, rel=1e-15, abs=0)
+        assert network.seconds(kind, 0, group) == pytest.approx(latencies * 15e-6)
+        assert network.seconds(kind, S, group) == pytest.approx(latencies * 15e-6 + by_hand_s, rel=1e-15)
 
 
 def test_bytes_by_level():

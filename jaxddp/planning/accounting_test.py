@@ -111,19 +111,16 @@ def test_the_books_machine():
     assert cluster.rates(16, 4) == BOOK._replace(dp_bytes_per_s=0)  # X.c_mesh
 
 
-@pytest.mark.parametrize(
-    ("rates", "assumed", "tokens"),
-    [  # X.c_answer
+def test_the_least_compute_bound_batch():
+    for rates, assumed, tokens in (  # X.c_answer
         (BOOK, PLAIN, 25301.7), (BOOK._replace(flops_per_s=4.59e14), PLAIN, 25233.7), (BOOK, OVERLAPPED, 20444.4),
         (BOOK, EXACT, 22390.5), (DeviceRates(C, 2 * 9e10, 9e10), PLAIN, 66372.4),
         (DeviceRates(C, 2 * 2.9e10, 2.9e10), PLAIN, math.inf), (DeviceRates(C, W, W), PLAIN, 50603.4),
         (BOOK, Assumptions("both"), 23445.0),
         # X.c_blog_fixed, each of 16 FSDP ranks
         (DeviceRates(C, 2.9e10, 2.9e10), EXACT_BOTH, 16 * 36788.7), (DeviceRates(C, W, W), EXACT_BOTH, 16 * 2650.22),
-    ],
-)  # fmt: skip
-def test_the_least_compute_bound_batch(rates, assumed, tokens):
-    check(min_tokens(XXL, rates, 16, 4, 1, assumed), tokens)
+    ):  # fmt: skip
+        check(min_tokens(XXL, rates, 16, 4, 1, assumed), tokens)
 
 
 # The handout of 2026, H26: three matrices, one egress rate, exact ring bytes. Any sizes work, since D cancels.

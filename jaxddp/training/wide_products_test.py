@@ -117,27 +117,21 @@ def test_float32_functions_and_effects_are_called_once(capfd):
     assert calls == [jnp.float32, jnp.bfloat16] and capfd.readouterr().out.count("loss of") == 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "is_wide"),
-    [
-        (jaxddp.bucketed(), {}, True),
-        (jaxddp.overlapped(), {}, True),
-        (jaxddp.flat(), {}, False),  # packs
-        (jaxddp.zero1(), {}, False),  # packs
-        (jaxddp.bucketed(), {"num_microbatches": 2}, False),  # casts as it adds
-    ],
-)
-def test_the_step_takes_them_where_it_sends_gradients_uncopied(monkeypatch, strategy, options, is_wide):
-    for module in (reduction, ddp):
-        monkeypatch.setattr(module, "joins_arrays", lambda: True)  # as on GPUs
-
+def test_the_step_takes_them_where_it_sends_gradients_uncopied(monkeypatch):
     def loss_fn(params, batch):
         return jnp.mean((batch["x"].astype(jnp.bfloat16) @ params["gate"]).astype(jnp.float32) ** 2)
 
-    trainer = jaxddp.Trainer(
-        loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), compute_dtype=jnp.bfloat16, **options
-    )
-    state, batch = trainer.init({"gate": masters()["gate"]}), {"x": X}
-    function, args, _ = trainer.programs(state).step_function(state, batch)
-    text = str(jax.make_jaxpr(function)(*args))
-    assert ("preferred_element_type=float32" in text) == is_wide
+    for module in (reduction, ddp):
+        monkeypatch.setattr(module, "joins_arrays", lambda: True)  # as on GPUs
+    for strategy, num_microbatches, is_wide in (
+        (jaxddp.bucketed(), 1, True),
+        (jaxddp.overlapped(), 1, True),
+        (jaxddp.flat(), 1, False),  # packs
+        (jaxddp.zero1(), 1, False),  # packs
+        (jaxddp.bucketed(), 2, False),  # casts as it adds
+    ):
+        options = {"compute_dtype": jnp.bfloat16, "num_microbatches": num_microbatches}
+        trainer = jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, jaxddp.data_mesh(2), **options)
+        state, batch = trainer.init({"gate": masters()["gate"]}), {"x": X}
+        function, args, _ = trainer.programs(state).step_function(state, batch)
+        assert ("preferred_element_type=float32" in str(jax.make_jaxpr(function)(*args))) == is_wide
