@@ -143,13 +143,11 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
     ]:
         assert reason in refusal(train, run(**{"steps": 5, "resume": True, **changes}))
     assert names_in(tmp_path) == ["3"]
-
-
-def test_a_checkpoint_of_another_program_is_refused(bigram, tmp_path):
     trainer, params = trainer_of_one(optax.sgd(0.1))
-    with jaxddp.Checkpoints(tmp_path) as checkpoints:
+    with jaxddp.Checkpoints(tmp_path / "of another program") as checkpoints:
         checkpoints.save(trainer, trainer.init(params), data_position={"epoch": 1})
-    assert "must be one of this command" in refusal(train, bigram(checkpoint=str(tmp_path), resume=True))
+    found = refusal(train, bigram(checkpoint=str(tmp_path / "of another program"), resume=True))
+    assert "must be one of this command" in found
 
 
 def test_a_complete_run_takes_no_more_steps(bigram, tmp_path):

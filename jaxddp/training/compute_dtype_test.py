@@ -119,6 +119,11 @@ def test_bytes_from_step_to_step(strategy):
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) == held.state - 12
 
 
+def gathered_and_summed(collectives):
+    gathered = sum(num_bytes for kind, num_bytes in collectives if kind == "all-gather")
+    return gathered, sum(num_bytes for _, num_bytes in collectives) - gathered
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("strategy", [jaxddp.bucketed(5e-4), jaxddp.zero2(5e-4), SHARDED])
 @pytest.mark.parametrize(
@@ -129,13 +134,9 @@ def test_gathers_take_the_compute_dtype_and_sums_that_of_gradients(strategy, dty
     trainer = make(mlp_loss, strategy, compute_dtype=dtype, grad_dtype=grad_dtype)
     state = trainer.abstract_state(mlp_params())
     compiled = compiled_as_planned(trainer, state, mlp_batch())
-    gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
-    summed = sum(num_bytes for kind, num_bytes in compiled if kind != "all-gather")
-    assert summed == sum_bytes * NUM_ELEMENTS
-    if strategy.name == "zero3":  # the second unit again for the backward; the last is kept
-        assert gathered == 2 * (NUM_ELEMENTS + 16 * 16)
-    else:
-        assert gathered == (2 * NUM_ELEMENTS if "zero" in strategy.name else 0)
+    # zero3 gathers the second unit again for the backward; the last is kept.
+    gathered = {"zero2": 2 * NUM_ELEMENTS, "zero3": 2 * (NUM_ELEMENTS + 16 * 16)}.get(strategy.name, 0)
+    assert gathered_and_summed(compiled) == (gathered, sum_bytes * NUM_ELEMENTS)
 
 
 @pytest.mark.sample
@@ -146,11 +147,9 @@ def test_full_parameters_are_gathered_in_their_own_dtypes_whatever_that_of_gradi
     trainer = make(mlp_loss, strategy, compute_dtype=None, grad_dtype=grad_dtype)
     state = trainer.abstract_state(params)
     compiled = compiled_as_planned(trainer, state, mlp_batch())
-    gathered = sum(num_bytes for kind, num_bytes in compiled if kind == "all-gather")
-    again = strategy.name == "zero3"  # the second unit, for the backward
-    assert gathered == ("zero" in strategy.name) * ((1 + again) * 2 * 16 * 16 + 4 * 2 * 8 * 16)
-    summed = sum(num_bytes for kind, num_bytes in compiled if kind != "all-gather")
-    assert summed == jnp.dtype(grad_dtype).itemsize * NUM_ELEMENTS
+    times = {"zero1": 1, "zero3": 2}.get(strategy.name, 0)  # the second unit again for the backward
+    gathered = times * 2 * 16 * 16 + (times > 0) * 4 * 2 * 8 * 16
+    assert gathered_and_summed(compiled) == (gathered, jnp.dtype(grad_dtype).itemsize * NUM_ELEMENTS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state, _ = trainer.step(trainer.init(params), mlp_batch())

@@ -216,8 +216,7 @@ def test_integer_weights_are_not_rounded_in_float64():
 
 def test_eval_fn_takes_weighted_values_of_examples():
     def eval_fn(params, batch):
-        loss = jaxddp.Weighted(batch["x"].sum(1) * batch["weight"], batch["weight"])
-        return {"loss": loss}
+        return {"loss": jaxddp.Weighted(batch["x"].sum(1) * batch["weight"], batch["weight"])}
 
     trainer = make(jaxddp.bucketed(), num_ranks=4)
     weight = np.array([3, 0, 1, 2, 5], np.float32)  # not a multiple of the ranks: some are padded
