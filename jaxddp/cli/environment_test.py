@@ -6,7 +6,6 @@ import pytest
 
 from jaxddp.cli import environment
 
-GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
 
 

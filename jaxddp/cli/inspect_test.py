@@ -23,7 +23,6 @@ from jaxddp.network import Network
 from jaxddp.planning.chips import target
 from jaxddp.planning.machine import network_in_words
 
-INSPECT = [sys.executable, "-m", "jaxddp", "inspect"]
 TINY = "--model tiny --batch-per-device 4"
 
 
@@ -85,10 +84,9 @@ def test_bad_input_is_one_line_and_status_2_before_anything_is_compiled(options,
 
 
 def test_interrupt_is_one_line_and_status_130_and_leaves_no_process(tmp_path):
-    arguments = "--model lm_9m --compare naive auto".split()
-    with subprocess.Popen(
-        [*INSPECT, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-m", "jaxddp", *"inspect --model lm_9m --compare naive auto".split()]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **piped) as process:
         try:
             assert process.stdout is not None and process.stdout.readline().startswith("compiling 4 programs")
             process.send_signal(signal.SIGINT)

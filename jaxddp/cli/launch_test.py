@@ -15,7 +15,6 @@ from jaxddp.cli.conftest import assert_refused
 from jaxddp.cli.launch import launch
 from jaxddp.conftest import is_alive, wait_for
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, subprocess, sys, time
 how, folder, attempt = sys.argv[1], sys.argv[2], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -68,12 +67,6 @@ def start(tmp_path, monkeypatch):
         return launch([str(tmp_path / "script.py"), how, str(tmp_path)], num_ranks, log_dir, **options)
 
     return run
-
-
-def command(folder, how, *options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", *options, folder / "script.py", how, folder]
-    return {"args": arguments, "env": environment, "cwd": folder}
 
 
 def test_every_process_has_its_place_and_its_log_but_process_0_which_is_shown(start, tmp_path, capfd):
@@ -130,7 +123,9 @@ def test_a_signal_reaches_every_process_and_kills_it_if_it_ignores_its_end(
     ("number", "status", "line"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")]
 )
 def test_the_ranks_end_with_the_launcher(start, tmp_path, how, number, status, line):
-    with subprocess.Popen(**command(tmp_path, how), stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", tmp_path / "script.py", how, tmp_path]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
         children = Path(f"/proc/{process.pid}/task").glob("*/children")
         ranks = [int(pid) for path in children for pid in path.read_text().split()]

@@ -64,17 +64,15 @@ def test_optimizer_by_name(small):
         assert float(update) == pytest.approx(first_update, rel=1e-4)
 
 
-def bigram_loss(params, batch):
-    logits = params["embedding"][batch["tokens"]] @ params["head"]
-    return cross_entropy(logits, batch["targets"])
-
-
 @pytest.fixture
 def bigram(small, text, monkeypatch):
     """Makes options of runs in float64, so that what ranks and strategies change is seen to be rounding."""
 
+    def loss_fn(params, batch):
+        return cross_entropy(params["embedding"][batch["tokens"]] @ params["head"], batch["targets"])
+
     def build(model, seed):
-        return bigram_loss, jax.tree.map(jnp.asarray, drawn(seed, embedding=(256, 20), head=(20, 256)))
+        return loss_fn, jax.tree.map(jnp.asarray, drawn(seed, embedding=(256, 20), head=(20, 256)))
 
     monkeypatch.setattr(train_program, "build", build)
     with jax.enable_x64(True):

@@ -16,9 +16,6 @@ from jaxddp.cli.parser import Signalled
 from jaxddp.cli.train import StepReport, TrainOptions, progress, summary
 from jaxddp.models import SIZES, build
 
-TRAIN = [sys.executable, "-m", "jaxddp", "train"]
-
-
 BAD_INPUT = {
     "": "the following arguments are required: COMMAND",
     "train --nonsense": "unrecognized arguments: --nonsense; see python -m jaxddp --help",
@@ -71,7 +68,7 @@ def test_every_option_is_a_flag(monkeypatch):
 def test_program_in_a_pipe_that_cannot_encode_a_path(tmp_path):
     arguments = "--model byte_shallow --devices 2 --steps 6 --batch-size 4 --checkpoint-every 3 --checkpoint".split()
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command = [*TRAIN, *arguments, tmp_path / "ü"]
+    command = [sys.executable, "-m", "jaxddp", "train", *arguments, tmp_path / "ü"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "") and "\\xfc: steps 3, 6\n" in result.stdout
     losses = [float(loss) for loss in re.findall(r"^step \d/6  loss ([\d.]+)  [\d,]+ tokens/s", result.stdout, re.M)]
