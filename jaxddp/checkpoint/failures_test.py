@@ -7,7 +7,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -94,23 +93,17 @@ def test_what_has_the_name_of_a_checkpoint_is_not_replaced(tmp_path, trainer):
     assert names_in(tmp_path) == ["2", "3"] and files_of(tmp_path).items() >= before.items()
 
 
-@contextmanager
-def full_disk(num_bytes=1000):
-    """No file of this process may grow beyond a size: a write that fails for real."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, trainer):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(trainer, state_of(trainer, 1))
         before = files_of(tmp_path)
-        with full_disk(), pytest.raises(OSError, match=rf"^checkpoint of step 2 in '{tmp_path}' was not saved: "):
-            checkpoints.save(trainer, state_of(trainer, 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # bytes of any file: a write that fails for real
+        try:
+            with pytest.raises(OSError, match=rf"^checkpoint of step 2 in '{tmp_path}' was not saved: "):
+                checkpoints.save(trainer, state_of(trainer, 2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert files_of(tmp_path) == before and names_in(tmp_path) == ["1"]  # nothing takes up the disk
         checkpoints.save(trainer, state_of(trainer, 3))
     assert names_in(tmp_path) == ["3"]

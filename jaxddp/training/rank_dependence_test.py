@@ -68,10 +68,6 @@ def test_the_gradient_is_summed_over_ranks(form, strategy):
     np.testing.assert_allclose(trainer.params(state)["w"], -of_each().mean(0), rtol=1e-6)
 
 
-def uniform():
-    return lax.rng_uniform(0.0, 1.0, (3,))
-
-
 def called_back(callback):
     calls = iter(range(100))
     return lambda: callback(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32))
@@ -80,7 +76,7 @@ def called_back(callback):
 @pytest.mark.parametrize(
     ("draw", "strategy"),
     [
-        *((uniform, name) for name in STRATEGIES),
+        *((lambda: lax.rng_uniform(0.0, 1.0, (3,)), name) for name in STRATEGIES),
         (called_back(jax.pure_callback), "bucketed"),
         (called_back(jax.experimental.io_callback), "bucketed"),
     ],
