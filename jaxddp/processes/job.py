@@ -83,7 +83,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
 
     def number(name: str, default: int | None = None) -> int:
         text = environment.get(name, "" if default is None else str(default))
-        if not text.isdigit() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES"))):
+        if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES", "PORT"))):
             raise ValueError(f"{name} (={text!r}) must be a number, as other variables of a job are set")
         return int(text)
 
@@ -139,7 +139,12 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
     """How long to wait for processes to join, and for one that is stuck; for None as ``start_process`` says."""
-    stuck_s = float(os.environ.get(STUCK_S, 600)) if stuck_s is None else stuck_s
+    if stuck_s is None:
+        given = os.environ.get(STUCK_S, "600")
+        try:
+            stuck_s = float(given)
+        except ValueError:
+            raise ValueError(f"{STUCK_S} (={given!r}) must be a number of seconds") from None
     check_positive("stuck_s", stuck_s)
     timeout_s = min(300.0, max(60.0, stuck_s / 2)) if timeout_s is None else timeout_s
     check_positive("timeout_s", timeout_s)

@@ -13,15 +13,12 @@ from jaxddp.mesh_test import run_workers
 from jaxddp.processes.watchdog import STATUS
 
 WORKER = """
-import json, sys, time
+import json, sys, tempfile, time
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxddp
 
 address, process_id, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-if kinds in ("0", "1"):
-    from jaxddp.training import train
-    train.BATCH_S = 3.0
-jaxddp.start_process(address, 2, process_id)
+jaxddp.start_process(address, 2, process_id, stuck_s=12 if kinds in ("0", "1") else 600)
 
 def run(kind):
     if kind == "twice":
@@ -63,6 +60,9 @@ def run(kind):
         raise LookupError("early")
     rows = 4 + 4 * process_id if kind == "rows" else 4
     state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
+    if kind == "position":
+        with tempfile.TemporaryDirectory() as folder:
+            jaxddp.Checkpoints(folder).save(trainer, state, data_position=process_id)
     if kind == "measures":
         trainer.evaluate(state, {"x": np.ones((4, 3))}, lambda params, b: {"ab"[process_id]: jaxddp.Sum(b["x"][:, 0])})
     if kind == "second":  # model, of the same trainer and batches
@@ -100,6 +100,7 @@ REFUSED = {
     ),
     "hook": "layout (='<function layout_full> <function fp16>' in process 1) must be .*, as in process 0",
     "measures": "what evaluate measures (=.* in process 1) must be .*, as in process 0",
+    "position": "data_position (='1' in process 1) must be '0', as in process 0",
     "across": "batch of process 1 must be the same as of another with ranks [0]",
     "twice": "this process has joined its job before, and can do so once",
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
@@ -135,8 +136,10 @@ def test_a_batch_that_changes_in_one_process_or_its_failure_before_a_step_ends_a
         for process in processes:
             process.kill()
     assert time.monotonic() - start < 60  # most of which starts JAX
-    fault = f"step 1: ValueError: batch (='x [7, 3] float32') must be compared with process {1 - other}, not here"
-    fault = "step 0: LookupError: early" if kind == "early" else fault
+    said = f"must be compared with process {1 - other}, not here within 6 s"
+    fault = (
+        "step 0: LookupError: early" if kind == "early" else f"step 1: ValueError: batch (='x [7, 3] float32') {said}"
+    )
     assert fault[8:] in errors[other]
     assert f"jaxddp: process {other} failed, its last {fault}" in errors[1 - other]
     assert processes[1 - other].returncode == STATUS and processes[other].returncode == 1

@@ -1,5 +1,6 @@
 """Checks of states and batches, and their description by shape and dtype alone."""
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -79,7 +80,10 @@ def count_examples(batch: Any) -> int:
     }
     lengths = {*found.values()}
     if len(lengths) != 1 or not isinstance(length := lengths.pop(), int):
-        raise ValueError(f"batch (={found}) must be arrays whose dimension 0 counts examples, the same number in all")
+        shown = dict(itertools.islice(found.items(), 8))  # lists have a leaf for each number
+        more = f" and {len(found) - len(shown)} more" * (len(found) > len(shown))
+        rule = "must be arrays whose dimension 0 counts examples, the same number in all"
+        raise ValueError(f"batch (={shown}{more}) {rule}")
     return length
 
 
