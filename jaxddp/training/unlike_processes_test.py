@@ -136,10 +136,10 @@ def test_a_batch_that_changes_in_one_process_or_its_failure_before_a_step_ends_a
         for process in processes:
             process.kill()
     assert time.monotonic() - start < 60  # most of which starts JAX
-    said = f"must be compared with process {1 - other}, not here within 6 s"
-    fault = (
-        "step 0: LookupError: early" if kind == "early" else f"step 1: ValueError: batch (='x [7, 3] float32') {said}"
-    )
+    fault = "step 0: LookupError: early"
+    if kind != "early":
+        rule = f"must be compared with process {1 - other}, not here within 6 s"
+        fault = f"step 1: ValueError: batch (='x [7, 3] float32') {rule}"
     assert fault[8:] in errors[other]
     assert f"jaxddp: process {other} failed, its last {fault}" in errors[1 - other]
     assert processes[1 - other].returncode == STATUS and processes[other].returncode == 1
