@@ -53,7 +53,7 @@ class Checkpoints(CheckpointFolder):
         """
         check_state(state)
         state, step = with_arrays(state), int(state.step)
-        check_alike({"step": step, "data_position": repr(data_position)})
+        check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
         dtypes, nonfinite = {}, []

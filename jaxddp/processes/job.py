@@ -83,7 +83,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
 
     def number(name: str, default: int | None = None) -> int:
         text = environment.get(name, "" if default is None else str(default))
-        if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES", "PORT"))):
+        if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES"))):
             raise ValueError(f"{name} (={text!r}) must be a number, as other variables of a job are set")
         return int(text)
 

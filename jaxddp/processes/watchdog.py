@@ -8,7 +8,7 @@ error or while others are further, ``GRACE_S`` after it said so. One is stuck th
 further for ``stuck_s``, and all are if none ends a step, other than the first.
 
 Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads; one that
-failed ends with its own status, once those that go on have ended. Process 0 stays until all have ended. If one was
+it names as failed ends with its own, after the others. Process 0 of torch stays for as long as others go on. If one was
 lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends when it begins
 another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The libraries do none of
 this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither sees
@@ -78,9 +78,13 @@ class _Watchdog:
     """This process's thread, and what it knows of the others."""
 
     def __init__(
-        self, job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int]
+        self,
+        job: Job,
+        connections: Mapping[int, Connection],
+        stuck_s: float,
+        count_collectives: Callable[[], int] | None,
     ) -> None:
-        self._number, self.stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
+        self._number, self._stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
         self._mine = _Process()
         self._others = {number: _Process(connection) for number, connection in connections.items()}
         self._selector = selectors.DefaultSelector()
@@ -103,7 +107,7 @@ class _Watchdog:
     def leave(self, status: int, why: str) -> None:
         self.is_in_step, self._status = False, status
         self._say_end(why)
-        deadline = time.monotonic() + GRACE_S + self.stuck_s
+        deadline = time.monotonic() + GRACE_S + self._stuck_s
         while time.monotonic() < deadline and any(
             not one.is_gone and (self._number == 0 or one.ended is None) for one in self._others.values()
         ):
@@ -121,7 +125,8 @@ class _Watchdog:
                 for one in (self._mine, *self._others.values()):
                     one.heard = one.moved = now
             before = now
-            place = *self.begun, max(self._mine.place[2], self._count_collectives())
+            started = 0 if self._count_collectives is None else self._count_collectives()
+            place = *self.begun, max(self._mine.place[2], started)
             self._mine.hear(place, waits, ended)
             self._tell({"place": place, "waits": waits, "ended": ended})
             if ended is not None:
@@ -131,11 +136,15 @@ class _Watchdog:
                 self._tell({"fault": fault})
             if self._fault is not None:
                 # One that has ended would wait at JAX's barrier for those that it ended.
-                is_last = ended is not None and (self._is_last or all(one.is_gone for one in self._others.values()))
-                is_late = now - self._faulty_since > self.stuck_s
+                is_last = ended is not None and (self._is_last or all(map(self._is_let_go, self._others.values())))
+                is_late = now - self._faulty_since > self._stuck_s
                 waits |= self._fault.place < place
                 if self._fault.is_stuck or waits or self._is_cut_off() or is_last or is_late:
                     self._end(self._fault)
+
+    def _is_let_go(self, other: _Process) -> bool:
+        """Whether a process that has ended need not wait for another one, because of which it does."""
+        return other.is_gone or (self._number == 0 and other.ended is not None)
 
     def _is_cut_off(self) -> bool:
         return self._number != 0 and self._others[0].is_gone
@@ -204,12 +213,12 @@ class _Watchdog:
             late = f"did not begin {_name(newest, last.place)} within {patience_s:g} s of the others"
             return _Fault(f"process {', '.join(behind)} {late}", is_stuck=True)
         is_first = newest[:2] <= (1, 0)  # which compiles
-        if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self.stuck_s:
-            return _Fault(f"no process has finished {_name(newest)} within {self.stuck_s:g} s", is_stuck=True)
+        if not is_first and now - max(max(one.moved, one.idle) for one in live.values()) > self._stuck_s:
+            return _Fault(f"no process has finished {_name(newest)} within {self._stuck_s:g} s", is_stuck=True)
         return None
 
     def _patience_s(self, process: _Process) -> float:
-        return self.stuck_s if process.place[0] else max(self.stuck_s, _START_S)
+        return self._stuck_s if process.place[0] else max(self._stuck_s, _START_S)
 
     def _end(self, fault: _Fault) -> None:
         self.is_ending.set()
@@ -243,8 +252,16 @@ class _Watchdog:
 
     def _on_exit(self) -> None:
         self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
-        while self._number == 0 and any(one.ended is None and not one.is_gone for one in self._others.values()):
-            time.sleep(_BEAT_S)  # the thread judges the others for as long as they go on
+        if self._number or self._count_collectives is None:  # JAX's barrier waits, and the thread judges meanwhile
+            return
+        # Those whom it keeps waiting in a collective are let go on, to fail in it.
+        while any(one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()):
+            time.sleep(_BEAT_S)
+
+    def _is_going_on(self, other: _Process) -> bool:
+        """Whether another process may do without this one, which has ended, or is to be judged."""
+        needs_this = other.place[2] > self._mine.place[2] and other.place[:2] <= self._mine.place[:2]
+        return not needs_this and time.monotonic() - other.moved < self._stuck_s + GRACE_S
 
     def _say_end(self, why: str) -> None:
         self._has_told.clear()
@@ -276,7 +293,7 @@ _joined: set[str] = set()  # addresses of jobs
 
 
 def watch(
-    job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int] = lambda: 0
+    job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int] | None = None
 ) -> None:
     """Starts the thread, whose the connections of ``meet`` become; ``job`` as it was found.
 
@@ -291,11 +308,6 @@ def refuse_second(job: Job) -> None:
     """Raises a ValueError if this process has joined this job before, whose port is in use: in either framework."""
     if job.address in _joined:
         raise ValueError("this process has joined its job before, and can do so once")
-
-
-def patience_s() -> float:
-    """Seconds after which the watchdog takes a process that keeps the others waiting for stuck; without one inf."""
-    return float("inf") if _watchdog is None else _watchdog.stuck_s
 
 
 def begin_step(is_call: bool = False) -> None:

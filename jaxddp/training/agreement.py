@@ -15,15 +15,10 @@ import jax
 from jax._src import distributed  # the store has no public name
 
 from ..processes.roll_call import disagreement
-from ..processes.watchdog import begin_step, end_step, patience_s, wait_for_end, waiting
+from ..processes.watchdog import begin_step, end_step, wait_for_end, waiting
 
-_BATCH_S = 300.0
+BATCH_S = 300.0  # for a process whose batch has new shapes as well; the watchdog is first if it waits for less
 _calls = itertools.count()
-
-
-def batch_s() -> float:
-    """Seconds to wait for processes whose batches have new shapes as well; fewer than until one is taken for stuck."""
-    return min(_BATCH_S, patience_s() / 2)
 
 
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
@@ -39,7 +34,7 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     everyone = []
     begin_step(is_call=True)  # which a process that has ended does not come to
     try:
-        for text in gather_texts(json.dumps(alike), timeout_s):
+        for text in gather_texts(json.dumps(alike, default=repr), timeout_s):
             everyone.append(json.loads(text))
     except RuntimeError as error:
         wait_for_end()

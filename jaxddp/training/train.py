@@ -32,7 +32,7 @@ from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, merge, named_leaves, split
 from ..zero.elementwise import describe_update
-from .agreement import batch_s, check_alike, gather_texts
+from .agreement import BATCH_S, check_alike, gather_texts
 from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC
@@ -302,7 +302,7 @@ class Trainer:
         batch = self._agree(model, host_arrays(batch), 1)
         program = model.evaluate(state, batch, measure)
         if jax.process_count() > 1 and (measure, signature(batch)) not in self._agreed:  # else measures would be mixed
-            check_alike({"what evaluate measures": str(describe(program.out_info))}, batch_s())
+            check_alike({"what evaluate measures": str(describe(program.out_info))}, BATCH_S)
             self._agreed.add((measure, signature(batch)))
         return self._run(model, program, state, batch)
 
@@ -515,7 +515,7 @@ class Trainer:
             is_new = key not in self._agreed
             if is_new:
                 # With another number of examples in each process, the mean over ranks would be one of unlike means.
-                check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, batch_s())
+                check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
                 if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
                     self._compare_rows(held)
             batch = self._place(model, batch)
@@ -525,7 +525,7 @@ class Trainer:
                     plan = model.plan(state, batch)
                     alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
                     alike["results and constant gradients"] = describe_results(model.trace(state, batch))
-                check_alike(alike, batch_s())
+                check_alike(alike, BATCH_S)
             self._agreed.add(key)
         check_batch(batch, self.ranks.num_ranks, num_microbatches)
         return self._place(model, batch)
@@ -535,7 +535,7 @@ class Trainer:
         places = self.batch_sharding.addressable_devices_indices_map((self.num_ranks,))
         ranks = str(sorted({index[0].start or 0 for index in places.values() if index}))
         rows = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(batch) if not is_global(leaf)]
-        said = [text.split("=") for text in gather_texts(f"{ranks}={zlib.crc32(b''.join(rows))}", batch_s())]
+        said = [text.split("=") for text in gather_texts(f"{ranks}={zlib.crc32(b''.join(rows))}", BATCH_S)]
         for number, (theirs, checksum) in enumerate(said):
             if checksum != next(one for ranks, one in said if ranks == theirs):
                 raise ValueError(f"batch of process {number} must be the same as of another with ranks {theirs}")
