@@ -138,21 +138,25 @@ class _Processes:
                     fresh = signals[num_passed_on:]
                     self._send(*fresh)
                     num_passed_on += len(fresh)
-                    # First one that fails by itself, not for the loss of another.
-                    ended = [one for one in self.processes if one.returncode]
-                    ended.sort(key=lambda one: one.returncode == LOST_ANOTHER)
-                    if ended and not signals and failed is not ended[0]:
-                        until, failed = min(until, time.monotonic() + _LAST_WORDS_S), ended[0]
+                    if (first := self._failed()) and not signals and failed is not first:
+                        until, failed = min(until, time.monotonic() + _LAST_WORDS_S), first
                         if len(self.processes) > 1:
                             rank = self.processes.index(failed)
                             print_line(f"rank {rank} ended with status {_status(failed)}: ending the others")
                     time.sleep(_POLL_S)
+                failed = self._failed()  # the last may have ended at once
             except KeyboardInterrupt:
                 self._send(signal.SIGINT)
                 raise
             finally:
                 self._end()
-        return _status(failed) if failed else max(map(_status, self.processes)), bool(signals)
+        failed = failed or self._failed()
+        return _status(failed) if failed else 0, bool(signals)
+
+    def _failed(self) -> subprocess.Popen[bytes] | None:
+        """One that has failed, by itself rather than for the loss of another."""
+        ended = [one for one in self.processes if one.returncode]
+        return min(ended, key=lambda one: one.returncode == LOST_ANOTHER, default=None)
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         """Those that have not ended; of others, what they have started is killed."""

@@ -31,6 +31,9 @@ def leave(number, frame):
 print("attempt", attempt, "rank", rank, "of", num_ranks, flush=True)
 if how == "fail" and rank == 1:
     sys.exit(3)
+if how == "lost":
+    wait_for_all()
+    sys.exit((5, 1)[rank])
 if how == "until 2" and attempt != "2":
     sys.exit(3 * (rank == 1))
 if how in ("fork", "child") and rank == 1:
@@ -83,7 +86,7 @@ def test_what_a_rank_has_started_neither_holds_the_launcher_nor_outlives_it(star
     wait_for(lambda: not is_alive((tmp_path / "child").read_text()), 10)
 
 
-@pytest.mark.parametrize(("how", "status"), [("stopped", 5), ("killed", 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "status"), [("stopped", 5), ("killed", 128 + signal.SIGKILL), ("lost", 1)])
 def test_a_rank_that_is_lost_ends_all_at_once_with_a_status_as_a_shell_gives_it(start, how, status):
     since = time.monotonic()
     assert start(how) == status

@@ -261,7 +261,7 @@ class _Watchdog:
     def _is_going_on(self, other: _Process) -> bool:
         """Whether another process may do without this one, which has ended, or is to be judged."""
         needs_this = other.place[2] > self._mine.place[2] and other.place[:2] <= self._mine.place[:2]
-        return not needs_this and time.monotonic() - other.moved < self._stuck_s + GRACE_S
+        return not needs_this and time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
 
     def _say_end(self, why: str) -> None:
         self._has_told.clear()
