@@ -58,7 +58,8 @@ def steps():
         strategy = jaxddp.make_strategy(name, **options)
         trainer, *inputs = trainer_and_inputs(spec, model, strategy, num_microbatches=num_microbatches)
         program = trainer.compile(*inputs)
-        if spec == GPU and model == SMALL:  # else NCCL would sum these few bytes, as on GPUs without NVLinks
+        if spec == GPU and model == SMALL and jax.__version_info__ < (0, 11):
+            # Else NCCL would sum these few bytes, as on GPUs without NVLinks; later an option of xla.py has it do so.
             assert "TRITON_ONE_SHOT" in program.as_text()
         return trainer.planned(*inputs), read_schedule(program)
 
