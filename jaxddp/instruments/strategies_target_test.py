@@ -142,7 +142,7 @@ def test_collectives_need_not_wait_for_a_tpus_code():
         early = jaxddp.collectives(jax.jit(function, **options), *args, target=TPU)
     whole = jaxddp.collectives(trainer.compile(*inputs))
     without_axes = [[replace(one, axes=()) for one in each.found] for each in (early, whole)]
-    assert without_axes[0] == without_axes[1] and len(early.found) > 5
+    assert without_axes[0] == without_axes[1] and len(early.found) > 3
 
 
 @pytest.mark.full
