@@ -305,8 +305,8 @@ def init_from_env(
     """Joins this process to the process group of its job; twin of ``jaxddp.start_process``.
 
     Without arguments the job is that of the launcher, torchrun, SLURM or Open MPI; outside any, a group of one process.
-    Rank 0 prints a line about it. When another rank is killed, fails or no longer answers, this one prints a line about
-    it and ends with status 5.
+    Rank 0 prints a line about it, and at its end stays for as long as others go on without it. When another rank is
+    killed, fails or no longer answers, this one prints a line about it and ends with status 5.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL if there are CUDA devices.

@@ -34,7 +34,7 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     everyone = []
     begin_step(is_call=True)  # which a process that has ended does not come to
     try:
-        for text in gather_texts(json.dumps(alike, default=repr), timeout_s):
+        for text in gather_texts(json.dumps(alike, default=str), timeout_s):
             everyone.append(json.loads(text))
     except RuntimeError as error:
         wait_for_end()
