@@ -54,8 +54,10 @@ def wrap_otherwise():
         ("plan (='4 buckets, checksum ", torchref.BucketedDDP, {"bucket_mb": 1e-6}),
         ("broadcast_buffers (=False in rank 1) must be ", torchref.BucketedDDP, {"broadcast_buffers": False}),
         ("hook (='<function bf16>' in rank 1) must be '<fu", torchref.BucketedDDP, {"hook": bf16}),
+        ("compute_dtype (='torch.bfloat16' in rank 1) must", torchref.FSDP, {"compute_dtype": torch.bfloat16}),
     ):
-        make = functools.partial(cls, **options) if is_other else torchref.BucketedDDP
+        cls = cls if is_other or cls is torchref.FSDP else torchref.BucketedDDP  # noqa: PLW2901
+        make = functools.partial(cls, **options if is_other else {})
         assert refused(lambda make=make: make(model()), said)
 
 
@@ -69,9 +71,13 @@ def train_otherwise():
     def weighted(net, batch):
         return torchref.Weighted(net(batch["x"]).sum(), torch.tensor(len(batch["x"])))
 
+    def at_times_weighted(net, batch):
+        return (weighted if is_other else mean)(net, batch)
+
     for said, loss_fn, parts, rows in (
         ("num_microbatches (=2 in rank 1) must be 1, as in rank 0", mean, 1 + is_other, 4),
-        ("batch (='5 examples' in rank 1) must be '4 examples', as in rank 0, unless", mean, 1, 4 + is_other),
+        ("loss (='mean of 5 examples' in rank 1) must be 'mean of 4 examples', as in rank 0", mean, 1, 4 + is_other),
+        ("loss (='Weighted' in rank 1) must be 'mean of 4", at_times_weighted, 1, 4),
         ("", weighted, 1, 4 + is_other),
         ("lr of group 0 (=1 in rank 1) must be 0.1, as in rank 0", mean, 1, 4),
     ):

@@ -10,6 +10,7 @@ from torch import nn
 
 import torchref
 from torchref.passes_test import model, optimizer_of, refused, wrap
+from torchref.registry import make_training
 
 
 class Reads(nn.Module):
@@ -196,6 +197,26 @@ def compiled_steps():
     check_a_step(net, net, model().double(), torch.compile(sharded.step, backend="eager"))
 
 
+def compiled_with_microbatches():
+    """By a trainer, which finds the wrapper in what is compiled; with a step of another optimizer in between."""
+    x = torch.arange(12.0, dtype=torch.float64).cos().reshape(4, 3) * (dist.get_rank() + 1)
+    for name in ("bucketed", "zero2"):
+        ended = []
+        for compile_ in (lambda one: one, lambda one: torch.compile(one, backend="eager")):
+            net, tx = make_training(name, model().double(), torch.optim.SGD, {}, lr=0.1)
+            taken = compile_(net)
+            other = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+            trainer = torchref.Trainer(
+                lambda net, x: net(x).square().mean(), taken if net.owns_optimizer else tx, taken, num_microbatches=2
+            )
+            for _ in range(3):
+                trainer.step(x)
+            net(x).square().mean().backward()
+            compile_(other.step)()
+            ended.append(net.gather_full_params())
+        assert all(torch.equal(ended[0][one], ended[1][one]) for one in ended[0])
+
+
 def gradients_of_gradients():
     """What meta-learning does: gradients are reduced without their graph."""
     net = torchref.ZeRO1(nn.Linear(3, 2), torch.optim.SGD, lr=0.1)
@@ -207,7 +228,8 @@ def gradients_of_gradients():
     "check",
     [
         reading, uses_of_a_shard, shapes_and_averages, another_order, an_optimizer_made_first,
-        a_forward_hook_that_reads_a_weight, compiled, compiled_steps, gradients_of_gradients,
+        a_forward_hook_that_reads_a_weight, compiled, compiled_steps, compiled_with_microbatches,
+        gradients_of_gradients,
     ],
 )  # fmt: skip
 def test_a_shard_answers_as_the_whole_or_refuses(ranks, check):

@@ -93,6 +93,7 @@ class DataParallel(nn.Module, abc.ABC):
         self._trained = {one: p for one, p in module.named_parameters() if p.requires_grad}
         hook = re.sub(r" at 0x[0-9a-f]+", "", str(getattr(self, "_hook", None)))
         chosen = {"strategy": type(self).__name__, "broadcast_buffers": broadcast_buffers, "hook": hook}
+        chosen["compute_dtype"] = str(getattr(self, "compute_dtype", None))
         check_alike(chosen | _describe(module), process_group)
         specs = [tensor_spec(name, p) for name, p in reversed(self._trained.items()) if name not in self._sharded]
         self.plan = self.make_plan(specs if self.num_ranks > 1 else ())  # one rank communicates nothing
@@ -146,6 +147,11 @@ class DataParallel(nn.Module, abc.ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; a RuntimeError if parameters have changed since a backward that was never finished."""
+        self._before_forward()
+        return self.module(*args, **kwargs)
+
+    @torch._disable_dynamo  # of which torch.compile around the wrapper traces nothing
+    def _before_forward(self) -> None:
         is_in_backward = torch._C._current_graph_task_id() != -1  # which computes this again
         if torch.is_grad_enabled() and not is_in_backward:
             self._check_weights()
@@ -153,7 +159,6 @@ class DataParallel(nn.Module, abc.ABC):
             self._is_finished = False
             if self._has_begun:
                 self.end_microbatch()
-        return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, and discards a backward pass that was never finished, as ``on_train_batch_start``."""
@@ -428,6 +433,7 @@ def before_step(check: Any) -> Callable[..., Any]:
     """Makes a hook of a method that is called before an optimizer's step, or in it, after its closure."""
     check = weakly(check)
 
+    @torch._disable_dynamo  # a compiled step may be of another wrapper's parameters
     def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure: Any = args[1] if len(args) > 1 else kwargs.pop("closure", None)
         if not callable(closure):

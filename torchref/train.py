@@ -61,9 +61,9 @@ class Trainer:
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
-        self._parallel = net if isinstance(net, DataParallel) else None
-        torchs = getattr(net, "_orig_mod", net)  # of torch.compile
-        self._torchs = torchs if isinstance(torchs, nn.parallel.DistributedDataParallel) else None
+        inner = getattr(net, "_orig_mod", net)  # of torch.compile
+        self._parallel = inner if isinstance(inner, DataParallel) else None
+        self._torchs = inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
         is_averaged = self._parallel is not None or self._torchs is not None
         if isinstance(optimizer, ShardedOptimizer) and optimizer.num_ranks > 1 and not is_averaged:
             raise ValueError(f"net (={type(net).__name__}) must be wrapped, as in NaiveDDP: gradients are not averaged")
@@ -83,7 +83,7 @@ class Trainer:
 
         Raises:
             ValueError: If the batch cannot be split, the loss is not a scalar, a weight is negative, ranks have other
-                options, or, after the update, unequally many examples and no weights.
+                options, or, after the update, unequally many examples and no weights, or some weights and others none.
         """
         named = self.net.named_buffers() if self.nonfinite == "skip" else ()
         buffers = {name: one.detach().clone() for name, one in named}
@@ -100,15 +100,15 @@ class Trainer:
         else:
             for one, before in self._kept(buffers):
                 one.copy_(before)
-        if weight is None:  # the mean of means would be another; after the update, which must not wait for a GPU
-            fault = disagreement([{"batch": f"{count:.0f} examples"} for count in of_ranks.tolist()], "rank")
-            if fault and self._parallel is not None:
-                refuse(f"{fault}, unless loss_fn returns Weighted", self._parallel.process_group)
+        if self._parallel is not None:  # the mean of means would be another; after the update, or it waits for a GPU
+            losses = [f"mean of {count:.0f} examples" if count >= 0 else "Weighted" for count in of_ranks.tolist()]
+            if fault := disagreement([{"loss": one} for one in losses], "rank"):
+                refuse(f"{fault}, unless loss_fn returns Weighted on all", self._parallel.process_group)
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         return metrics | ({"skipped": float(bool(divisor) and not is_finite)} if self.nonfinite == "skip" else {})
 
     def _backwards(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """The backward of each micro-batch; the sums of their losses and weights, and the examples of each rank."""
+        """The backwards of micro-batches; the sums of losses and weights, and each rank's examples, -1 if weighted."""
         if self._parallel is not None:
             if not self._agreed:
                 alike = {name: getattr(self, name) for name in ("num_microbatches", "max_grad_norm", "nonfinite")}
@@ -135,7 +135,7 @@ class Trainer:
         found = torch.where(found < 0, math.nan, found).sum()  # a negative one is found on all ranks
         sums = torch.cat([torch.stack([total, found]), total.new_zeros(self.num_ranks)])
         if self._parallel is not None and self.num_ranks > 1:
-            sums[2 + dist.get_rank(self._parallel.process_group)] = _num_rows(batch)
+            sums[2 + dist.get_rank(self._parallel.process_group)] = -1 if weights else _num_rows(batch)
             self._parallel.start_reductions()  # in one order on all ranks
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
         return sums[0], sums[1] if weights else None, sums[2:]

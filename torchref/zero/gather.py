@@ -5,7 +5,7 @@
 
 In place of a full tensor or a view of one, autograd saves which part of which tensor it was, and the backward gathers
 the unit again when it needs that: not for an embedding, nor for a first layer whose input needs no gradient. What was
-gathered is dropped when the unit's gradients are reduced.
+gathered is dropped when the unit's gradients are reduced, and at the end of a backward that gives it none.
 
 Autograd gets no gradient for the shards: the reduce-scatter is in flight while the backward goes on, and its result is
 added to ``shard.grad`` when it arrives. Changes of the full tensors in place, which would be lost, are refused after
@@ -71,13 +71,17 @@ class Unit:
         return full
 
     def gather_again(self, versions: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """All-gathers the shards for the backward; the result is kept until the unit's gradients are reduced."""
+        """All-gathers the shards for the backward; it keeps the result until the unit's gradients are reduced."""
         if versions != self.versions:
             raise RuntimeError(f"shards of {self.name!r} were changed between the forward and its backward")
         if self._again is not None and self._again[0] == versions:
             return self._again[1]
         full = self.gather()
-        self._again = (versions, full) if self.reduce_plan.buckets else None
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward and any(shard.requires_grad for shard in self.shards.values()):
+            self._again = versions, full
+            # One of inputs alone reduces nothing, and shards may change by ``data``, which no version counter tells.
+            torch.autograd.Variable._execution_engine.queue_callback(self.drop)
         return full
 
     def scatter(self, grads: dict[str, torch.Tensor | None]) -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchref
 from torchref.communication.collectives import record
+from torchref.communication.sharding import gather_whole
 from torchref.parts import Shard
 
 WIDTH = 32  # a weight has 4 KiB of float32, more than any activation here
@@ -165,6 +166,25 @@ def changed_before_the_backward():
         total.backward()
 
 
+def gradients_of_inputs_alone():
+    """What they gather again is dropped with them, and later changes of ``data`` are in the next gradients."""
+    plain = model()
+    net, x = torchref.FSDP(copy.deepcopy(plain)), torch.ones(3, WIDTH, dtype=torch.float64)
+    x.requires_grad_()
+    for one in (plain, net.module):
+        torch.autograd.grad(one.twice(one.first(x)).sum(), x)
+        for parameter in one.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        one.twice(one.first(x)).square().sum().backward()
+    assert all(unit._again is None for unit in net._units)
+    net.finish_gradient_synchronization()
+    for name, parameter in plain.named_parameters():
+        shard = net.module.get_parameter(name)
+        if parameter.grad is not None:
+            whole = gather_whole(shard.grad, shard.cut, None)
+            torch.testing.assert_close(whole, parameter.grad, rtol=0, atol=1e-12)
+
+
 class Clamps(nn.Linear):
     """Changes its own weight, which is dropped after the forward."""
 
@@ -202,8 +222,8 @@ def test_the_graph_saves_the_same_without_the_weights(ranks, reentrant):
 
 
 CORNERS = (
-    first_layer, frozen_layers, twice_through_one_graph, changed_before_the_backward, changed_in_the_forward,
-    failing_forward,
+    first_layer, frozen_layers, twice_through_one_graph, changed_before_the_backward, gradients_of_inputs_alone,
+    changed_in_the_forward, failing_forward,
 )  # fmt: skip
 
 
