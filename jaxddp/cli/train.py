@@ -74,6 +74,7 @@ class TrainOptions:
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
+        check_positive("stuck_s", self.stuck_s)
         if check_integer("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:

@@ -28,6 +28,7 @@ BAD_INPUT = {
     "train --seed 9223372036854775808": "seed (=9223372036854775808) must be below 2^63",
     "train --checkpoint-every -1": "checkpoint_every (=-1) must be a non-negative integer",
     "train --learning-rate nan": "learning_rate (=nan) must be a positive finite number",
+    "train --stuck-s 0": "stuck_s (=0.0) must be a positive finite number",
     "train --processes 3": "processes (=3) must divide batch_size (=32)",
     "train --optimizer lion": "argument --optimizer: invalid choice: 'lion' (choose from ",
     "train --resume": "resume (=True) must come with checkpoint, the folder to go on from",

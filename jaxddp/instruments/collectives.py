@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import tempfile
+import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
     if is_traced and (args or kwargs):
         raise ValueError("args must be left out for a program that is traced already")
     if is_traced or (callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram)):
+        if isinstance(program, types.MethodType) and hasattr(program, "trace"):  # which is that of the function alone
+            program, args = program.__func__, (program.__self__, *args)
         jitted = program if hasattr(program, "trace") or is_traced else jax.jit(program)  # pmap has none
         traced = program if is_traced else jitted.trace(*args, **kwargs)
         traced = getattr(traced, "traced", traced)  # of nnx.jit

@@ -1,5 +1,6 @@
 """Collectives of programs that know nothing of this package, with the faults that people found by reading HLO."""
 
+import functools
 import inspect
 import pickle
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxddp
 from jaxddp.comparison_test import grid, refusal
@@ -173,6 +174,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
         ("HloModule m", (1,), {}, "args"),
         (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),
         (jnp.sum, (shape(16, spec=("data",)),), {"target": "h100:8"}, "devices"),
+        (lambda x: jax.debug.print("{}", x), (shape(16),), {"target": "h100:4"}, "jax.debug.print"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(program, args, options, said):
@@ -187,6 +189,38 @@ def test_a_program_of_simulated_devices_is_compiled_for_a_target(chip):
     found = collectives(step, fsdp_params(over), batches, target=f"{chip}:4")
     assert found.num_devices == 4 and found.in_loops()
     assert sum(one.count for one in found.in_loops() if Loop(LAYERS, 3) in one.loops) >= 15
+
+
+def test_meshes_as_jax_makes_them_and_arrays_without_shardings_are_compiled_for_a_target():
+    explicit = jax.make_mesh((NUM_RANKS,), ("data",), axis_types=(AxisType.Explicit,))
+    x, w = shape(16, WIDTH, spec=("data",), over=explicit), shape(WIDTH, WIDTH, over=explicit)
+    loss = jax.jit(jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)))
+    of_ranks = over_ranks(lambda x: jax.lax.psum(x, "data"))
+    for program, args in ((loss, (w, x)), (of_ranks, (jnp.ones((8, WIDTH)),))):
+        assert collectives(program, *args, target="h100:4").pairs == collectives(program, *args).pairs != []
+
+
+def over_ranks(function):
+    mesh = grid(NUM_RANKS, names=["data"])
+    return jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+
+
+def test_groups_that_differ_in_size_count_as_the_largest():
+    def sums(x):
+        return jax.lax.psum(x, "data", axis_index_groups=[[0], [1, 2, 3]])
+
+    (one,) = collectives(over_ranks(sums), jnp.ones(NUM_RANKS)).found
+    assert (one.num_bytes, one.num_ranks, one.axes) == (4, 3, None)
+
+
+class Model:
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(self, x):
+        return over_ranks(lambda x: jax.lax.psum(x, "data"))(x)
+
+
+def test_a_jitted_method_has_its_self():
+    assert collectives(Model().loss, jnp.ones(NUM_RANKS)).pairs == [("all-reduce", 4)]
 
 
 def test_what_is_donated_of_a_jitted_function_is_donated_on_a_target(monkeypatch):

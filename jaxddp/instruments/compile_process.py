@@ -23,16 +23,19 @@ def compile_request(request: dict[str, Any]) -> tuple[str | None, dict[str, int]
     import jax
     from jax import export
     from jax.experimental import topologies
-    from jax.sharding import AxisType
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     jax.config.update("jax_enable_x64", request["enable_x64"])
     devices = topologies.get_topology_desc(**request["topology"]).devices
-    names, shape = request["axis_names"], request["shape"]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    types = tuple(AxisType[name] for name in request["axis_types"])
+    mesh = jax.make_mesh(request["shape"], request["axis_names"], axis_types=types, devices=devices)
     exported = export.deserialize(request["exported"])
+    shardings = list(exported.in_shardings_jax(mesh))
+    if not any(shardings):  # a shard_map in it has the mesh, and takes its parts of what all devices have
+        shardings = [NamedSharding(mesh, PartitionSpec())] * len(shardings)
     jitted = jax.jit(
         exported.call,
-        in_shardings=tuple(exported.in_shardings_jax(mesh)),
+        in_shardings=tuple(shardings),
         out_shardings=list(exported.out_shardings_jax(mesh)),
         donate_argnums=request["donate_argnums"],
         compiler_options=request["compiler_options"],

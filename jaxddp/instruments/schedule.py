@@ -215,7 +215,7 @@ def _collective(instruction: Instruction) -> Collective | None:
 
 
 def _group(collective: Instruction) -> tuple[int, ...]:
-    """The devices of the first group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
+    """The devices of the largest group: printed as axes of a mesh, as a reshaped range, as a list, or by pairs."""
     printed = collective.attributes.partition("replica_groups=")[2]
     if mesh := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^}}]*)\}}", printed):
         axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
@@ -226,8 +226,9 @@ def _group(collective: Instruction) -> tuple[int, ...]:
         return tuple(devices.reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
     if iota := re.match(rf"\[(\d+),(\d+)\]<={_RANGE}", printed):
         return tuple(_reshaped(iota[3], iota[4])[: int(iota[2])].tolist())
-    if listed := re.match(r"\{\{([\d,]+)\}", printed):
-        return tuple(map(int, listed[1].split(",")))
+    if listed := re.match(r"\{\{[\d,{}]+\}\}", printed):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+(?=\})", listed[0])]
+        return max(groups, key=len)  # the first, if they are equally large
     if pairs := _pairs(collective):
         return tuple(sorted({device for pair in pairs for device in pair}))
     if printed and not printed.startswith("{}"):

@@ -144,12 +144,17 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     # Custom calls are not stable between versions of jaxlib; the child runs the same version.
     checks = [export.DisabledSafetyCheck.custom_call("ALL")]
     platform = {"gpu": "cuda"}.get(target.platform, target.platform)
-    exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
+    try:
+        exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
+    except (ValueError, NotImplementedError) as error:
+        said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
+        raise TargetError(f"{said}; jax.debug.print and other calls of Python must be left out") from error
     topology, environment = _topology(target)
     request = {
         "topology": topology,
         "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
+        "axis_types": [kind.name for kind in mesh.axis_types],
         "shape": mesh.axis_sizes,
         "donate_argnums": donated,
         "compiler_options": dict(params.get("compiler_options_kvs", ())),

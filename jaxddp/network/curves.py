@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arguments import check_positive, is_number
+from ..arguments import check_integer, check_positive, is_number
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
@@ -63,6 +63,8 @@ class Network:
         check_positive("network gb_per_s", self.gb_per_s)
         if self.host_gb_per_s is not None:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
+        if self.devices_per_host is not None:
+            check_integer("network devices_per_host", self.devices_per_host)
         if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
             raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 

@@ -95,8 +95,7 @@ class _Step:
         one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not is_key(leaf)}
         before = _before(one, old)
-        state = [name for name in before if jnp.issubdtype(one[name].dtype, jnp.inexact)] or list(one)
-        if all(name in before and difference(one[name], before[name]) <= self.atol for name in state):
+        if not self._moves(one, before, old):
             raise ValueError(
                 f"make_step's step must return what it changes, the next state, by more than atol (={self.atol:g}):"
                 " is its learning rate 0?"
@@ -112,10 +111,24 @@ class _Step:
             if name in unlike:
                 yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
             elif not apart <= self.atol:
-                cause = self._ratio(several[name], right, before.get(name)) or self._cause(one, is_same_of_shard)
-                yield Parted(name, apart, cause)
+                cause = "" if np.isfinite(right).all() else "it is not finite on one device either"
+                cause = cause or self._ratio(several[name], right, before.get(name))
+                yield Parted(name, apart, cause or self._cause(one, is_same_of_shard))
         for name in sorted(unlike - one.keys()):
             yield Parted(name, np.inf, "ranks hold keys that differ: each goes on with another state")
+
+    def _moves(self, one: dict[str, np.ndarray], before: dict[str, np.ndarray], old: dict[str, np.ndarray]) -> bool:
+        """Whether a step changes the state; where it gives that under other names, judged by leaves of its shapes."""
+
+        def is_new(leaf: np.ndarray, *of_state: np.ndarray) -> bool:
+            return all(not difference(leaf, was) <= self.atol for was in of_state)
+
+        known = [name for name in before if _is_floating(before[name])]
+        floating = [leaf for leaf in old.values() if _is_floating(leaf)]
+        if known or not floating:
+            return any(name not in before or is_new(one[name], before[name]) for name in known or one)
+        alike = ((leaf, [was for was in floating if was.shape == leaf.shape]) for leaf in one.values())
+        return any(bool(some) and is_new(leaf, *some) for leaf, some in alike)
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
         """Whether what a step adds to a leaf is N times too large or too small."""
@@ -181,6 +194,10 @@ def _before(one: dict[str, np.ndarray], old: dict[str, np.ndarray]) -> dict[str,
 
     starts = dict.fromkeys(name.removesuffix(path) for name in one for path in old)
     return max((found(start) for start in starts if start[-1:] in ("", ".") or "" in old), key=len, default={})
+
+
+def _is_floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def _draws_noise(leaf: Any) -> bool:

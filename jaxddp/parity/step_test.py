@@ -172,6 +172,15 @@ def normalized_step(is_global, is_synced):
     return mapped(step)
 
 
+def test_what_is_not_finite_on_one_device_is_told(state, batch):
+    def step(state, batch):
+        return updated(state, mean(jax.grad(loss_fn)(state["params"], batch))) | {"log": jnp.log(-state["params"]["b"])}
+
+    assert causes(mapped(step), state | {"params": state["params"] | {"b": np.ones(2)}}, batch) == {
+        "log": "it is not finite on one device either"
+    }
+
+
 def test_statistics_of_a_ranks_own_examples(state, batch):
     state = state | {"seen": np.zeros(3)}
     check_step(normalized_step(is_global=True, is_synced=True), state, batch)
@@ -222,6 +231,8 @@ def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
         ({"make_step": lambda mesh: lambda state, batch: None}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, {})}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, jnp.ones(2))}, "is its learning rate 0"),
+        ({"make_step": mapped(lambda state, batch: (*state.values(), batch["x"].mean()))}, "is its learning rate 0"),
+        ({"make_step": mapped(lambda state, batch: batch["x"].mean())}, "must return what it changes"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(state, batch, options, name):

@@ -26,7 +26,7 @@ from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.programs import no_mesh
 from ..training.train import Trainer, TrainState
-from ..tree import is_key, like, merge, named_leaves, split
+from ..tree import check_params, is_key, like, merge, named_leaves, split
 from .comparing import cast, difference, has_unlike_copies, wide_enough
 
 TORCH = "PyTorch"
@@ -128,6 +128,7 @@ class Task:
         self.params, self.model_state, self.batches = (cast(tree, dtype) for tree in (params, model_state, [*batches]))
         if (count := len(self.batches)) < 2:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
+        check_params(self.params, options["trainable"])
         has_state = model_state is not None
         self._call = with_key(loss_fn, has_state)
         result = jax.eval_shape(_on_one_rank(self._outputs), self.params, self.model_state, self.batches[0])

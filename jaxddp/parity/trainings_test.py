@@ -176,6 +176,7 @@ def test_refusals_are_recorded_or_raised():
         (BATCHES[:1], {}, "batches (=1)"),
     ]:  # fmt: skip
         assert value in refusal(check, loss_fn, optax.sgd(0.1), PARAMS, batches, **options)
+    assert "'step' has dtype int32" in refusal(check, loss_fn, optax.sgd(0.1), PARAMS | {"step": np.int32(0)}, BATCHES)
 
 
 def test_a_comparison_in_which_nothing_moves_is_none():
