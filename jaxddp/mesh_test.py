@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
+import optax
 import pytest
 
+import jaxddp
 from jaxddp.comparison_test import refusal
 from jaxddp.conftest import free_port
 from jaxddp.mesh import data_mesh, simulate_devices
+from jaxddp.processes import start
 from jaxddp.processes.start import start_process
 
 WORKER = """
@@ -129,6 +133,16 @@ def test_a_coordinator_that_does_not_answer_is_named():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ValueError, match=f"^coordinator {address} of process 0 must answer within 0.2 s: "):
         start_process(address, 2, 1, timeout_s=0.2)
+
+
+def test_jax_must_not_have_started_and_a_job_that_nobody_joined_is_told(monkeypatch):
+    monkeypatch.setattr(start, "meet", lambda *_: {})
+    assert "before anything else uses JAX" in refusal(start_process, f"127.0.0.1:{free_port()}", 2, 0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = jaxddp.Trainer(lambda params, batch: params["w"].sum(), optax.sgd(0.1), jaxddp.flat(), data_mesh(1))
+    with pytest.warns(UserWarning, match="trains alone, one of 2 that torchrun has started"):
+        trainer.init({"w": np.ones(2, np.float32)})
 
 
 def test_ranks_of_several_processes_are_all_their_devices(monkeypatch):

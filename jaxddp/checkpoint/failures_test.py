@@ -5,8 +5,11 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +132,27 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
             other.wait(60)
             checkpoints.save(trainer, state_of(trainer, 5))
     assert names_in(tmp_path) == ["5"]
+
+
+def test_a_forked_process_that_goes_on_does_not_hold_the_folder(tmp_path):
+    first = Checkpoints(tmp_path)
+    first.reserve()
+    is_forked, says_so = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # JAX has threads, which the child does not need
+        child = os.fork()
+    if child == 0:
+        os.write(says_so, b".")
+        time.sleep(60)
+        os._exit(0)
+    os.read(is_forked, 1)
+    try:
+        with Checkpoints(tmp_path) as second:
+            assert f"is being written to by process {os.getpid()} on " in refusal(second.reserve)
+            first.close()
+            second.reserve()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):

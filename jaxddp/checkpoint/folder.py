@@ -22,9 +22,11 @@ import os
 import shutil
 import socket
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -165,6 +167,8 @@ class CheckpointFolder(abc.ABC):
         except OSError:  # a file system without locks
             pass
         self._writer = file
+        # A process forked by this one, such as a loader's worker, would hold the lock as well.
+        os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
         file.truncate(0)
         with contextlib.suppress(OSError):  # the disk is full
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -269,6 +273,11 @@ def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
     if names:
         found = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
+
+
+def _close(reference: Callable[[], CheckpointFolder | None]) -> None:
+    if (folder := reference()) is not None:
+        folder.close()
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

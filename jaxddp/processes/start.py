@@ -51,8 +51,8 @@ def start_process(
         The job; None outside any, and where JAX found it.
 
     Raises:
-        ValueError: If the job contradicts itself, the port is taken, the others do not come within the timeout, or
-            JAX_PLATFORMS names none of this machine.
+        ValueError: If the job contradicts itself, JAX has started, the port is taken, the others do not come within the
+            timeout, or JAX_PLATFORMS names none of this machine.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
@@ -64,6 +64,8 @@ def start_process(
         refuse_second(job)
         place = with_free_port(job, timeout_s)
         connections = meet(place, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
+        if xla_bridge.backends_are_initialized():
+            raise ValueError("start_process must be called before anything else uses JAX, as a key or an array does")
         watch(job, connections, stuck_s)
         _use_gloo_at(address_here(place, connections))
         _join(place, local_devices, timeout_s, preemption_service)

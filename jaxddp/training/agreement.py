@@ -6,19 +6,35 @@ whose shapes are known needs no communication. Where the shapes of one process a
 it raises, and the watchdog ends them with its reason.
 """
 
+import contextlib
 import itertools
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax._src import distributed  # the store has no public name
 
+from ..processes.job import find_job
 from ..processes.roll_call import disagreement
 from ..processes.watchdog import begin_step, end_step, wait_for_end, waiting
 
 BATCH_S = 300.0  # for a process whose batch has new shapes as well; the watchdog is first if it waits for less
 _calls = itertools.count()
+
+
+def warn_if_alone() -> None:
+    """Warns in a process that a launcher has started with others, of which JAX knows nothing."""
+    job = None
+    with contextlib.suppress(ValueError):  # variables that describe no job
+        job = find_job()
+    if job is not None and job.num_processes > 1 and jax.process_count() == 1:
+        warnings.warn(
+            f"this process trains alone, one of {job.num_processes} that {job.launcher} has started: to train together,"
+            " call jaxddp.start_process() before anything else uses JAX",
+            stacklevel=3,
+        )
 
 
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:

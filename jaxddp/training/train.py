@@ -32,7 +32,7 @@ from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
 from ..tree import check_params, is_floating, merge, named_leaves, split
 from ..zero.elementwise import describe_update
-from .agreement import BATCH_S, check_alike, gather_texts
+from .agreement import BATCH_S, check_alike, gather_texts, warn_if_alone
 from .ema import EmaState
 from .evaluation import evaluate_batches
 from .model_state import STATE_SYNC
@@ -193,6 +193,7 @@ class Trainer:
                 ``has_state`` or given without.
         """
         self._check_devices("init", "abstract_state")
+        warn_if_alone()
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
         trained = split(params, self.trainable)[0]
@@ -316,8 +317,8 @@ class Trainer:
     def params(self, state: TrainState) -> Any:
         """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
 
-        With a ``compute_dtype`` they are the masters.
-        Every device gets all of them; ``checkpoint.host_state.host_params`` puts them on the host instead.
+        With a ``compute_dtype`` they are the masters. Every device gets all of them;
+        ``checkpoint.host_state.host_params`` puts them on the host instead. In a job all processes call it.
         """
         arrays, leaves = self.masters(state)
         return full_arrays(arrays, leaves, self.mesh)
@@ -355,7 +356,7 @@ class Trainer:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
         It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer keeps no
-        average, or several: chain ``jaxddp.params_ema``.
+        average, several, or one of some parameters alone: chain ``jaxddp.params_ema``.
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
@@ -365,6 +366,8 @@ class Trainer:
         if len(found) != 1:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
         ema = found[0]
+        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(split(state.params, self.trainable)[0])):
+            raise ValueError("params_ema must average all trained parameters: what it leaves out, trainable must, too")
         if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
