@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core import unfreeze
+from flax.core.meta import unbox
 
 
 def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: bool = False) -> tuple[Any, Any, Any]:
@@ -74,7 +75,8 @@ def from_linen(
     Returns:
         ``(loss_fn, params, model_state)``; the model state is all collections but ``params``.
     """
-    variables = unfreeze(dict(variables))  # of a FrozenDict too: modules return dictionaries
+    # Of a FrozenDict too: modules return dictionaries. What names mesh axes would ask for them in each call.
+    variables = unbox(unfreeze(dict(variables)))
     others = {name: collection for name, collection in variables.items() if name != "params"}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:

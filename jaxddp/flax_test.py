@@ -41,7 +41,9 @@ class LinenNet(nn.Module):
         types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
         x = nn.Dense(WIDTH, use_bias=False, **types)(x)
         x = nn.BatchNorm(use_running_average=not is_training, axis_name="data", **types)(x)
-        return nn.Dense(1, **types)(nn.Dropout(self.rate, deterministic=not is_training)(jnp.tanh(x)))
+        x = nn.Dropout(self.rate, deterministic=not is_training)(jnp.tanh(x))
+        # Boxed with the name of an axis that this mesh does not have.
+        return nn.Dense(1, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")), **types)(x)
 
 
 def of_nnx(rate):
