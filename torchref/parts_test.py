@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchref
+from torchref.checkpoint.rank_state import RankState
 from torchref.passes_test import model, optimizer_of, refused, wrap
 from torchref.registry import make_training
 
@@ -213,8 +214,9 @@ def compiled_with_microbatches():
                 trainer.step(x)
             net(x).square().mean().backward()
             compile_(other.step)()
-            ended.append(net.gather_full_params())
-        assert all(torch.equal(ended[0][one], ended[1][one]) for one in ended[0])
+            ended.append((net.gather_full_params(), [*RankState.of(trainer).held()]))
+        assert all(torch.equal(ended[0][0][one], ended[1][0][one]) for one in ended[0][0])
+        assert ended[0][1] == ended[1][1]  # names in checkpoints
 
 
 def gradients_of_gradients():

@@ -61,7 +61,7 @@ class Trainer:
         check_integer("num_microbatches", num_microbatches)
         if max_grad_norm is not None:
             check_positive("max_grad_norm", max_grad_norm)
-        inner = getattr(net, "_orig_mod", net)  # of torch.compile
+        inner: Any = getattr(net, "_orig_mod", net)  # of torch.compile
         self._parallel = inner if isinstance(inner, DataParallel) else None
         self._torchs = inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
         is_averaged = self._parallel is not None or self._torchs is not None
@@ -69,7 +69,10 @@ class Trainer:
             raise ValueError(f"net (={type(net).__name__}) must be wrapped, as in NaiveDDP: gradients are not averaged")
         if nonfinite not in ("ignore", "skip"):
             raise ValueError(f"nonfinite (={nonfinite!r}) must be ignore or skip")
-        self.loss_fn, self.optimizer, self.net, self.num_microbatches = loss_fn, optimizer, net, num_microbatches
+        self.loss_fn, self.optimizer, self.num_microbatches = loss_fn, optimizer, num_microbatches
+        self.net, self._called = inner, net
+        if optimizer is net:
+            self.optimizer = inner
         self.max_grad_norm, self.nonfinite, self.num_steps = max_grad_norm, nonfinite, 0
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
         self._agreed = False
@@ -122,7 +125,7 @@ class Trainer:
         for index in range(self.num_microbatches):
             is_last = index == self.num_microbatches - 1
             with contextlib.nullcontext() if is_last or self._parallel is None else self._parallel.no_sync():
-                part, weight = as_part(self.loss_fn(self.net, local_rows(batch, index, self.num_microbatches)))
+                part, weight = as_part(self.loss_fn(self._called, local_rows(batch, index, self.num_microbatches)))
                 part.backward()
             parts.append(part.detach())
             weights += [] if weight is None else [weight]
