@@ -21,7 +21,7 @@ def global_norm(
         for dtype in dict.fromkeys(one.dtype for one in tensors):  # in one order on all ranks
             some = [one for one in tensors if one.dtype == dtype]
             norms += torch._foreach_norm(some, 2, torch.promote_types(dtype, torch.float32))  # float16 would overflow
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(norms))
     squares = [global_norm(part).square() for part in (shards, tensors) if part]
     if dist.get_world_size(group) > 1:
         dist.all_reduce(squares[0], group=group)  # not recorded: it carries no gradients

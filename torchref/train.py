@@ -141,7 +141,9 @@ class Trainer:
             sums[2 + dist.get_rank(self._parallel.process_group)] = -1 if weights else _num_rows(batch)
             self._parallel.start_reductions()  # in one order on all ranks
             dist.all_reduce(sums, group=self._parallel.process_group)  # not recorded: it carries no gradients
-        return sums[0], sums[1] if weights else None, sums[2:]
+        # Where some have none, all divide alike, and are refused alike.
+        is_weighted = bool(weights) and (self.num_ranks == 1 or bool(sums[2:].max() < 0))
+        return sums[0], sums[1] if is_weighted else None, sums[2:]
 
     def _finish(self, denominator: float) -> None:
         if self._parallel is not None:

@@ -26,7 +26,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -34,6 +33,7 @@ from ..arguments import check_integer
 from ..processes.watchdog import begin_step, end_step
 
 T = TypeVar("T")
+_writers: "weakref.WeakSet[CheckpointFolder]" = weakref.WeakSet()  # that have locked their folders
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
 
 
@@ -167,8 +167,7 @@ class CheckpointFolder(abc.ABC):
         except OSError:  # a file system without locks
             pass
         self._writer = file
-        # A process forked by this one, such as a loader's worker, would hold the lock as well.
-        os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
+        _writers.add(self)
         file.truncate(0)
         with contextlib.suppress(OSError):  # the disk is full
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -275,9 +274,13 @@ def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
         raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
 
 
-def _close(reference: Callable[[], CheckpointFolder | None]) -> None:
-    if (folder := reference()) is not None:
-        folder.close()
+def _leave_to_parent() -> None:
+    """In a process that was forked, such as a loader's worker: it would hold the locks as well."""
+    for one in [*_writers]:
+        one.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

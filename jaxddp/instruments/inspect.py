@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -125,8 +125,6 @@ def inspect(
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network
     params, batch, model_state = shapes_of((params, batch, model_state))
-    if unknown := options.keys() - {one.name for one in fields(Trainer)}:
-        raise ValueError(f"options (={', '.join(options)}) must be Trainer's, which has no {min(unknown)}")
     whole = Trainer(loss_fn, optimizer, make_strategy("naive"), targets.mesh(machine.spec), **options)
     strategies = [strategies] if isinstance(strategies, (str, Strategy)) else strategies
     steps = [_planned_step(whole, one, params, batch, model_state, options) for one in strategies]

@@ -25,6 +25,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ..communication.buckets import BucketPlan
+from ..communication.traces import nested
 from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
@@ -147,8 +148,10 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     try:
         exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
     except (ValueError, NotImplementedError) as error:
+        names = {one.primitive.name for each in params["jaxpr"].jaxpr.eqns for one in nested(each)}
+        calls = ", ".join(sorted(name for name in names if "callback" in name or "debug" in name))
         said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
-        raise TargetError(f"{said}; jax.debug.print and other calls of Python must be left out") from error
+        raise TargetError(f"{said}; {calls} must be left out, which calls Python" if calls else said) from error
     topology, environment = _topology(target)
     request = {
         "topology": topology,

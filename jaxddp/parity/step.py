@@ -111,7 +111,8 @@ class _Step:
             if name in unlike:
                 yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
             elif not apart <= self.atol:
-                cause = "" if np.isfinite(right).all() else "it is not finite on one device either"
+                is_broken = not np.isfinite(apart) and not np.isfinite(right).all()
+                cause = "it is not finite on one device either" if is_broken else ""
                 cause = cause or self._ratio(several[name], right, before.get(name))
                 yield Parted(name, apart, cause or self._cause(one, is_same_of_shard))
         for name in sorted(unlike - one.keys()):
@@ -127,8 +128,9 @@ class _Step:
         floating = [leaf for leaf in old.values() if _is_floating(leaf)]
         if known or not floating:
             return any(name not in before or is_new(one[name], before[name]) for name in known or one)
-        alike = ((leaf, [was for was in floating if was.shape == leaf.shape]) for leaf in one.values())
-        return any(bool(some) and is_new(leaf, *some) for leaf, some in alike)
+        found = [(leaf, [was for was in floating if was.shape == leaf.shape]) for leaf in one.values()]
+        alike = [(leaf, some) for leaf, some in found if some]  # none where it gives metrics alone
+        return any(is_new(leaf, *some) for leaf, some in alike) if alike else bool(one)
 
     def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
         """Whether what a step adds to a leaf is N times too large or too small."""

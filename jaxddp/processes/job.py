@@ -1,10 +1,10 @@
 """The job that a process is part of, as the launcher that started it describes it.
 
-| launcher | processes, this process, its place on the host          | coordinator                  |
-|----------|---------------------------------------------------------|------------------------------|
-| torchrun | WORLD_SIZE, RANK, LOCAL_RANK of LOCAL_WORLD_SIZE        | MASTER_ADDR, MASTER_PORT     |
-| Open MPI | OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_RANK of _LOCAL_SIZE | the host that runs mpirun    |
-| SLURM    | SLURM_NTASKS, _PROCID, _LOCALID, over _STEP_NUM_NODES   | the first host of the step   |
+| launcher | processes, this process, its place on the host                | coordinator                |
+|----------|---------------------------------------------------------------|----------------------------|
+| torchrun | WORLD_SIZE, RANK, LOCAL_RANK of LOCAL_WORLD_SIZE              | MASTER_ADDR, MASTER_PORT   |
+| Open MPI | OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_RANK of _LOCAL_SIZE       | the host that runs mpirun  |
+| SLURM    | SLURM_STEP_NUM_TASKS, _PROCID, _LOCALID, over _STEP_NUM_NODES | the first host of the step |
 
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
 to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation. JAX finds the
@@ -83,7 +83,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
 
     def number(name: str, default: int | None = None) -> int:
         text = environment.get(name, "" if default is None else str(default))
-        if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "NTASKS", "NODES"))):
+        if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "TASKS", "NODES"))):
             raise ValueError(f"{name} (={text!r}) must be a number, as other variables of a job are set")
         return int(text)
 
@@ -106,7 +106,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
         host = uri[2] if uri else ""
         port = int(uri[1]) // 4096 if uri else os.getppid()  # mpirun is the parent of all on one host
     elif "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:  # a batch script has no step
-        launcher, num_processes, process_id = "SLURM", number("SLURM_NTASKS"), number("SLURM_PROCID")
+        launcher, num_processes, process_id = "SLURM", number("SLURM_STEP_NUM_TASKS"), number("SLURM_PROCID")
         local, num_hosts = number("SLURM_LOCALID"), number("SLURM_STEP_NUM_NODES")
         num_local = max(-(-num_processes // num_hosts), local + 1)  # on the fullest host
         # node001 | node001,gpu7 | node[001-004,007],gpu7

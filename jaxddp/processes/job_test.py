@@ -19,8 +19,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_a_launcher_is_recognised(environment, launcher, host, port):
 
 
 def test_hosts_of_a_step_may_have_unlike_numbers_of_tasks():
-    full = SLURM | {"SLURM_NTASKS": "5", "SLURM_LOCALID": "3"}  # four on one host, one on the other
+    full = SLURM | {"SLURM_STEP_NUM_TASKS": "5", "SLURM_LOCALID": "3"}  # four on one host, one on the other
     assert find_job(full).local_devices(4) == [3]
 
 

@@ -367,7 +367,7 @@ class Trainer:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
         ema = found[0]
         if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(split(state.params, self.trainable)[0])):
-            raise ValueError("params_ema must average all trained parameters: what it leaves out, trainable must, too")
+            raise ValueError("params_ema must average all parameters that are trained, and averages some of them")
         if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))

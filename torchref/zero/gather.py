@@ -74,12 +74,12 @@ class Unit:
         """All-gathers the shards for the backward; it keeps the result until the unit's gradients are reduced."""
         if versions != self.versions:
             raise RuntimeError(f"shards of {self.name!r} were changed between the forward and its backward")
-        if self._again is not None and self._again[0] == versions:
+        backward = torch._C._current_graph_task_id()  # -1 outside of any
+        if self._again is not None and self._again[0] == (backward, *versions):
             return self._again[1]
         full = self.gather()
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_backward and any(shard.requires_grad for shard in self.shards.values()):
-            self._again = versions, full
+        if backward != -1 and self.reduce_plan.buckets:
+            self._again = (backward, *versions), full
             # One of inputs alone reduces nothing, and shards may change by ``data``, which no version counter tells.
             torch.autograd.Variable._execution_engine.queue_callback(self.drop)
         return full

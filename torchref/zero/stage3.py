@@ -55,7 +55,7 @@ class FSDP(Replicated):
         self,
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
-        shard_types: Sequence[type[nn.Module]] = (nn.Linear, nn.Embedding),
+        shard_types: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         *,
         bucket_mb: BucketMb = "default",
         **options: Any,
@@ -72,7 +72,8 @@ class FSDP(Replicated):
 
         Raises:
             ValueError: If there is no parameter to shard, a unit shares one with a module that is no unit, a unit keeps
-                or changes its weights itself, a module is compiled, ``compute_dtype`` is none, or as ``BucketedDDP``.
+                or changes its weights itself, a module is compiled, ``compute_dtype`` is not floating, or as
+                ``BucketedDDP``.
         """
         if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
             raise ValueError(f"compute_dtype (={compute_dtype!r}) must be a floating dtype of torch or None")
@@ -208,11 +209,11 @@ class FSDP(Replicated):
         self._in_step = []
 
 
-def _find_units(module: nn.Module, shard_types: Sequence[type[nn.Module]]) -> set[nn.Module]:
+def _find_units(module: nn.Module, shard_types: tuple[type[nn.Module], ...]) -> set[nn.Module]:
     """The modules to shard."""
     direct = {one: own_parameters(one) for one in module.modules()}
     check_memory(module.parameters())
-    units = {one for one, parameters in direct.items() if parameters and isinstance(one, tuple(shard_types))}
+    units = {one for one, parameters in direct.items() if parameters and isinstance(one, shard_types)}
     if not units:
         names = ", ".join(kind.__name__ for kind in shard_types)
         raise ValueError(f"module (={type(module).__name__}) must have parameters in modules of shard_types (={names})")
