@@ -69,10 +69,8 @@ class Trainer:
             raise ValueError(f"net (={type(net).__name__}) must be wrapped, as in NaiveDDP: gradients are not averaged")
         if nonfinite not in ("ignore", "skip"):
             raise ValueError(f"nonfinite (={nonfinite!r}) must be ignore or skip")
-        self.loss_fn, self.optimizer, self.num_microbatches = loss_fn, optimizer, num_microbatches
-        self.net, self._called = inner, net
-        if optimizer is net:
-            self.optimizer = inner
+        self.loss_fn, self.net, self._called, self.num_microbatches = loss_fn, inner, net, num_microbatches
+        self.optimizer = inner if optimizer is net else optimizer
         self.max_grad_norm, self.nonfinite, self.num_steps = max_grad_norm, nonfinite, 0
         self.num_ranks = self._parallel.num_ranks if self._parallel else 1
         self._agreed = False

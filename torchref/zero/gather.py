@@ -43,7 +43,7 @@ class Unit:
         self.needed_again = not isinstance(module, nn.Embedding)  # by the backward
         self.compute_plan = self._plan(list(self.shards), net.compute_dtype)
         self.reduce_plan = self._plan([one for one, shard in self.shards.items() if shard.requires_grad], None)
-        self._again: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None  # gathered for the backward
+        self._again: tuple[int, dict[str, torch.Tensor]] | None = None  # gathered for the backward of this number
         self._uses: list[tuple[torch.autograd.graph.saved_tensors_hooks | None, list[tuple[torch.Tensor, int]]]] = []
         self.handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
@@ -75,11 +75,11 @@ class Unit:
         if versions != self.versions:
             raise RuntimeError(f"shards of {self.name!r} were changed between the forward and its backward")
         backward = torch._C._current_graph_task_id()  # -1 outside of any
-        if self._again is not None and self._again[0] == (backward, *versions):
+        if self._again is not None and self._again[0] == backward:
             return self._again[1]
         full = self.gather()
         if backward != -1 and self.reduce_plan.buckets:
-            self._again = (backward, *versions), full
+            self._again = backward, full
             # One of inputs alone reduces nothing, and shards may change by ``data``, which no version counter tells.
             torch.autograd.Variable._execution_engine.queue_callback(self.drop)
         return full
