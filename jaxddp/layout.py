@@ -47,18 +47,20 @@ class Leaf:
     @property
     def held(self) -> jax.ShapeDtypeStruct:
         """The array over all ranks."""
-        shape = self.shape
-        if self.is_padded:
-            *ones, length = self.cut.global_shape  # type: ignore[union-attr]
-            shape = (*ones, length * math.prod(self.counts))
-        return jax.ShapeDtypeStruct(shape, self.dtype)
+        return self._of_ranks(self.cut.num_ranks if self.cut else 1)
 
     @property
     def on_rank(self) -> jax.ShapeDtypeStruct:
         """One rank's part, of all its devices."""
-        shape = list(self.held.shape)
-        if self.cut is not None:
-            shape[-1 if self.cut.dim is None else self.cut.dim] //= self.cut.num_ranks
+        return self._of_ranks(1)
+
+    def _of_ranks(self, num_ranks: int) -> jax.ShapeDtypeStruct:
+        shape, cut = [*self.shape], self.cut
+        if cut is not None:
+            if cut.dim is None:
+                shape = [*cut.shard_shape[:-1], num_ranks * cut.chunk * math.prod(self.counts)]
+            else:
+                shape[cut.dim] = shape[cut.dim] // cut.num_ranks * num_ranks
         return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
     @property
@@ -75,7 +77,10 @@ class Leaf:
 
     def rank_spec(self, axis: Axis) -> PartitionSpec:
         """How the array lies over the ranks, for ``shard_map``."""
-        return self.cut.spec(axis if isinstance(axis, str) else axis[-1]) if self.cut else PartitionSpec()
+        if self.cut is None:
+            return PartitionSpec()
+        dim = len(self.cut.shard_shape) - 1 if self.cut.dim is None else self.cut.dim
+        return PartitionSpec(*(None,) * dim, axis if isinstance(axis, str) else axis[-1])
 
     def sharding(self, mesh: Mesh | AbstractMesh, axis: Axis) -> NamedSharding:
         """How the array lies over the mesh."""

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings, strategies as st
-from jax.sharding import NamedSharding
 
 import jaxddp
 from jaxddp.communication import reduction, sharding
@@ -109,11 +108,12 @@ def test_scattered_and_gathered_tensors_come_back(tensors, bucket_mb, num_ranks)
     cuts = {tensor.name: sharding.cut(tensor.shape, num_ranks) for tensor in tensors}
     with numpy_for(sharding):
         for bucket in plan_buckets(tensors, bucket_mb).buckets:
-            rows = sharding.pack_rows(bucket, values, cuts)
+            of_bucket = {tensor.name: cuts[tensor.name] for tensor in bucket.tensors}
+            rows = sharding.pack_rows(values, of_bucket)
             assert rows.shape == (num_ranks, bucket_width(bucket, num_ranks)) and rows.dtype == bucket.dtype
-            of_ranks = [sharding.unpack_row(bucket, row, cuts) for row in rows]  # as ranks hold them
-            gathered = np.stack([sharding.pack_row(bucket, shards) for shards in of_ranks])
-            found |= sharding.unpack_rows(bucket, gathered, cuts)
+            of_ranks = [sharding.unpack_row(row, of_bucket) for row in rows]  # as ranks hold them
+            gathered = np.concatenate([sharding.pack_row(shards, of_bucket) for shards in of_ranks])
+            found |= sharding.unpack_rows(gathered, of_bucket)
     assert_same(found, {tensor.name: values[tensor.name] for tensor in tensors if tensor.num_elements})
 
 
@@ -129,7 +129,7 @@ def test_a_cut_tensor_comes_back(shape, dtype, num_ranks, is_flat):
         shards = [row.reshape(cut.shard_shape) for row in rows]
         assert_same({"rows": cut.from_rows(rows), "global": leaf.from_global(laid_out)},
                     {"rows": tensor, "global": tensor})  # fmt: skip
-        assert laid_out.shape == cut.global_shape
+        assert laid_out.shape == leaf.held.shape
         np.testing.assert_array_equal(np.concatenate(shards, axis=-1 if cut.dim is None else cut.dim), laid_out)
     assert cut.dim is not None or not rows.reshape(-1)[tensor.size :].any()  # padding is zeros
     assert 0 <= num_ranks * cut.chunk - tensor.size < num_ranks
@@ -153,7 +153,7 @@ def test_a_tensor_is_cut_along_the_first_dimension_that_the_ranks_divide():
 def test_what_lies_on_a_rank_is_that_ranks_shard():
     for which in (sharding.Cut((8, 5), 4, 0), sharding.Cut((5, 8), 4, 1), sharding.Cut((6, 5), 4, None)):
         tensor = np.arange(np.prod(which.shape)).reshape(which.shape)
-        laid_out = Leaf(which.shape, tensor.dtype, which).to_global(tensor)
-        placed = jax.device_put(laid_out, NamedSharding(jaxddp.data_mesh(4), which.spec("data")))
+        leaf = Leaf(which.shape, tensor.dtype, which)
+        placed = jax.device_put(leaf.to_global(tensor), leaf.sharding(jaxddp.data_mesh(4), "data"))
         for rank, shard in enumerate(placed.addressable_shards):
             np.testing.assert_array_equal(shard.data, which.local_shard(tensor, rank))

@@ -30,14 +30,18 @@ def unsent(name, grad):
 def test_means_and_their_squares(monkeypatch, wire):
     monkeypatch.setattr(reduction, "LARGE_BYTES", 48)
     cuts = {name: cut(shape, NUM_RANKS) for name, shape in SHAPES.items()}
+
+    def of(bucket):
+        return {tensor.name: cuts[tensor.name] for tensor in bucket.tensors}
+
     last = NUM_RANKS - 1  # whose part is the one that is padded
     wires = {
         "packed": Wire(reduction.pack, lambda buffer, key: buffer, reduction.unpack, unsent),
         "as they are": Wire(reduction.pack_small, lambda buffer, key: buffer, reduction.unpack, unsent),
         "rows": Wire(
-            lambda bucket, grads: pack_rows(bucket, grads, cuts),
+            lambda bucket, grads: pack_rows(grads, of(bucket)),
             lambda rows, key: rows[last],
-            lambda bucket, row: unpack_row(bucket, row, cuts),
+            lambda bucket, row: unpack_row(row, of(bucket)),
             unsent,
         ),
     }

@@ -20,14 +20,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from .buckets import Bucket, chunk_elements
+from .buckets import chunk_elements
 from .collectives import all_reduce, reduce_scatter
 
 
@@ -51,16 +51,6 @@ class Cut:
         if self.dim is None:
             return (*(1,) * (len(self.shape) - 1), chunk_elements(math.prod(self.shape), self.num_ranks))
         return (*self.shape[: self.dim], self.shape[self.dim] // self.num_ranks, *self.shape[self.dim + 1 :])
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of all ranks' shards as one array."""
-        return self.shape if self.dim is not None else (*self.shard_shape[:-1], self.num_ranks * self.chunk)
-
-    def spec(self, axis: str) -> PartitionSpec:
-        """How an array of ``global_shape`` lies over a mesh axis."""
-        place = len(self.shard_shape) - 1 if self.dim is None else self.dim
-        return PartitionSpec(*(None,) * place, axis)
 
     def to_rows(self, tensor: jax.Array) -> jax.Array:
         """Cuts a full tensor into the flat shards of all ranks, ``[N, chunk]``."""
@@ -87,6 +77,10 @@ class Cut:
         return lax.dynamic_index_in_dim(self.to_rows(tensor), rank, keepdims=False).reshape(self.shard_shape)
 
 
+Cuts = Mapping[Any, Cut]
+"""By name or number, of what is packed into one buffer, in its order."""
+
+
 def cut(shape: Sequence[int], num_ranks: int, dims: Iterable[int] | None = None) -> Cut:
     """Cuts along the first of some dimensions, or of all, that N divides; flat and padded where it divides none."""
     shape = tuple(shape)
@@ -94,26 +88,24 @@ def cut(shape: Sequence[int], num_ranks: int, dims: Iterable[int] | None = None)
     return Cut(shape, num_ranks, next(found, None))
 
 
-def pack_rows(bucket: Bucket, tensors: Mapping[str, jax.Array], cuts: Mapping[str, Cut]) -> jax.Array:
-    """Packs the tensors of a bucket into ``[N, width]``: row r holds the shards of rank r."""
-    rows = [cuts[tensor.name].to_rows(tensors[tensor.name]) for tensor in bucket.tensors]
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+def pack_rows(tensors: Any, cuts: Cuts) -> jax.Array:
+    """Packs full tensors into ``[N, width]``: row r holds the shards of rank r."""
+    return _joined([cut.to_rows(tensors[name]) for name, cut in cuts.items()])
 
 
-def unpack_rows(bucket: Bucket, rows: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
-    """Undoes ``pack_rows``: full tensors by name."""
-    return {name: cuts[name].from_rows(part) for name, part in _split(bucket, rows, cuts).items()}
+def unpack_rows(rows: jax.Array, cuts: Cuts) -> dict[Any, jax.Array]:
+    """Undoes ``pack_rows``."""
+    return {name: cuts[name].from_rows(part) for name, part in _split(rows, cuts).items()}
 
 
-def pack_row(bucket: Bucket, shards: Mapping[str, jax.Array]) -> jax.Array:
-    """Packs one rank's shards of the tensors of a bucket into ``[width]``."""
-    flat = [shards[tensor.name].reshape(-1) for tensor in bucket.tensors]
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+def pack_row(shards: Any, cuts: Cuts) -> jax.Array:
+    """Packs one rank's shards into ``[1, width]``."""
+    return _joined([shards[name].reshape(1, -1) for name in cuts])
 
 
-def unpack_row(bucket: Bucket, row: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
-    """Undoes ``pack_row``: one rank's shards by name."""
-    return {name: part.reshape(cuts[name].shard_shape) for name, part in _split(bucket, row, cuts).items()}
+def unpack_row(row: jax.Array, cuts: Cuts) -> dict[Any, jax.Array]:
+    """Undoes ``pack_row``, of ``[width]`` as well."""
+    return {name: part.reshape(cuts[name].shard_shape) for name, part in _split(row, cuts).items()}
 
 
 def scatter_sum(x: jax.Array, axis: str, replica_axes: tuple[str, ...] = ()) -> jax.Array:
@@ -122,7 +114,10 @@ def scatter_sum(x: jax.Array, axis: str, replica_axes: tuple[str, ...] = ()) -> 
     return all_reduce(part, replica_axes) if replica_axes else part
 
 
-def _split(bucket: Bucket, buffer: jax.Array, cuts: Mapping[str, Cut]) -> dict[str, jax.Array]:
-    names = [tensor.name for tensor in bucket.tensors]
-    ends = itertools.accumulate(cuts[name].chunk for name in names)
-    return {name: buffer[..., end - cuts[name].chunk : end] for name, end in zip(names, ends, strict=True)}
+def _joined(rows: list[jax.Array]) -> jax.Array:
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+
+
+def _split(buffer: jax.Array, cuts: Cuts) -> dict[Any, jax.Array]:
+    ends = itertools.accumulate(cut.chunk for cut in cuts.values())
+    return {name: buffer[..., end - cut.chunk : end] for (name, cut), end in zip(cuts.items(), ends, strict=True)}

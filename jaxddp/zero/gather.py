@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec
 
 from ..communication.collectives import all_gather, is_silent, silent
 from ..communication.reduction import order_token
-from ..communication.sharding import Cut, scatter_sum
+from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
 from ..communication.traces import CALLS, CHECKPOINT, interpret
 from ..layout import Leaf
 from ..scopes import SYNC_SCOPE
@@ -45,7 +45,7 @@ from ..strategy import Ranks
 
 
 class Shard(NamedTuple):
-    """This rank's part of a parameter, or of rows of a stack."""
+    """This rank's part of a parameter, or of a row of a stack."""
 
     local: jax.Array
     leaf: Leaf  # where the whole lies
@@ -57,12 +57,14 @@ class Shard(NamedTuple):
         """How it, or each of its blocks, is cut."""
         return self.leaf.cut
 
-    def rows(self, local: jax.Array, shape: tuple[int, ...]) -> Shard:
-        """This rank's part of rows of a stack, which are of ``shape`` in full; one row lacks the leading dimension."""
-        dropped, whole = len(self.leaf.shape) - len(shape), self.cut
-        cut = Cut((*shape[: 1 - dropped], *whole.shape[1:]), whole.num_ranks, whole.dim - dropped)
-        spec, counts = PartitionSpec(*self.leaf.spec[dropped:]), self.leaf.counts[dropped:]
-        return self._replace(local=local, leaf=replace(self.leaf, shape=shape, cut=cut, spec=spec, counts=counts))
+    def row(self, local: jax.Array) -> Shard:
+        """This rank's part of a row of a stack."""
+        leaf, whole = self.leaf, self.cut
+        cut = Cut(whole.shape[1:], whole.num_ranks, whole.dim - 1)
+        spec = PartitionSpec(*leaf.spec[1:])
+        return self._replace(
+            local=local, leaf=replace(leaf, shape=leaf.shape[1:], cut=cut, spec=spec, counts=leaf.counts[1:])
+        )
 
 
 def stacked_dims(leaf: Leaf) -> int:
@@ -156,22 +158,17 @@ def _cast(program: core.ClosedJaxpr, places: Sequence[int]) -> Any:
 
 @jax.named_scope(SYNC_SCOPE)
 def _all_gather(shards: list[Shard], ranks: Ranks, local: list[jax.Array]) -> list[jax.Array]:
-    row = jnp.concatenate([array.reshape(1, -1) for array in local], axis=1).astype(shards[0].dtype)
-    rows = all_gather(row, ranks.shard_axis, as_bits=True)
-    return [shard.cut.from_rows(part) for shard, part in zip(shards, _split(rows, shards), strict=True)]
+    cuts = dict(enumerate(shard.cut for shard in shards))
+    rows = all_gather(pack_row(local, cuts).astype(shards[0].dtype), ranks.shard_axis, as_bits=True)
+    return [*unpack_rows(rows, cuts).values()]
 
 
 @jax.named_scope(SYNC_SCOPE)
 def _reduce_scatter(shards: list[Shard], ranks: Ranks, grads: list[jax.Array]) -> list[jax.Array]:
-    pairs = zip(shards, grads, strict=True)
-    rows = jnp.concatenate([one.cut.to_rows(grad.astype(one.grad_dtype)) for one, grad in pairs], axis=1)
-    parts = zip(_split(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), shards), shards, strict=True)
-    return [part.reshape(one.cut.shard_shape).astype(one.leaf.dtype) for part, one in parts]
-
-
-def _split(rows: jax.Array, shards: list[Shard]) -> list[jax.Array]:
-    """The columns of each shard."""
-    return jnp.split(rows, list(itertools.accumulate(shard.cut.chunk for shard in shards))[:-1], axis=1)
+    cuts = dict(enumerate(shard.cut for shard in shards))
+    rows = pack_rows([grad.astype(one.grad_dtype) for one, grad in zip(shards, grads, strict=True)], cuts)
+    parts = unpack_row(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), cuts)
+    return [parts[place].astype(one.leaf.dtype) for place, one in enumerate(shards)]
 
 
 def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
@@ -214,8 +211,7 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
 def after_loop(order: Order, carry: list[Any]) -> list[Any]:
     """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered.
 
-    They are while that unit computes the gradients of its results. Once a loop has begun, in which units scatter as
-    well, XLA would scatter them after it.
+    XLA would scatter them after the loop, in which units scatter as well, and not beside that unit.
     """
     carry, order.of_loop = _on_floats(_release, carry, jnp.zeros(()))
     return carry

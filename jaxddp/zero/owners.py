@@ -44,14 +44,14 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..communication import gloo
-from ..communication.buckets import Bucket, assign_owners
+from ..communication.buckets import assign_owners
 from ..communication.collectives import is_silent, kind_of, traced_platform
-from ..communication.sharding import cut, unpack_row, unpack_rows
+from ..communication.sharding import Cut, cut, unpack_row, unpack_rows
 from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves, whole
 from ..scopes import SYNC_SCOPE
 from ..strategy import Layout, Optimizer, Ranks
-from ..tree import like, named_leaves, split, tensor_specs
+from ..tree import like, named_leaves, split
 
 _Arrays = dict[str, Any]  # by name, or buffers by dtype
 
@@ -85,7 +85,6 @@ class LeafOwners:
         owners: The rank of each parameter, by name.
         slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
         param_of: The parameter whose owner has it, of each leaf of the state by name; None if all ranks have it.
-        state_bytes: Bytes of optimizer state that each rank owns, without padding.
         widths: Elements of the fullest rank's state, by dtype.
         uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
         swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
@@ -111,7 +110,6 @@ class LeafOwners:
                 held[param] += slots[name].size * slots[name].dtype.itemsize
         costs = [(held[name], leaf.size * leaf.dtype.itemsize) for name, leaf in leaves.items()]
         self.owners = dict(zip(leaves, assign_owners(costs, [(0, 0)] * num_ranks), strict=True))
-        self.state_bytes = [sum(held[name] for name in leaves if self.owners[name] == r) for r in range(num_ranks)]
 
         self._state_owners = {name: None if of is None else self.owners[of] for name, of in self.param_of.items()}
         owned = {name: slots[name] for name, owner in self._state_owners.items() if owner is not None}
@@ -222,8 +220,6 @@ class LeafOwners:
 
     def _switch(self, axis: str, of_owner: Callable[[int], Any]) -> Any:
         """What this rank computes of what it owns."""
-        if self.num_ranks == 1:
-            return of_owner(0)
         return lax.switch(lax.axis_index(axis), [partial(of_owner, owner) for owner in range(self.num_ranks)])
 
     def _flat(self, owner: int, states: _Arrays) -> _Arrays:
@@ -240,48 +236,48 @@ class _Packing:
     """How arrays that have owners are packed: each is cut in some parts, and there is a buffer for each dtype."""
 
     def __init__(self, leaves: Mapping[str, Any], owners: Mapping[str, Any], num_ranks: int, num_parts: int) -> None:
-        self.num_parts, self.cuts = num_parts, {name: cut(leaf.shape, num_parts) for name, leaf in leaves.items()}
-        self.buckets: dict[str, list[Bucket]] = {}  # by dtype, the arrays of each owner
-        for name, tensor in tensor_specs(dict(leaves)).items():
-            buckets = self.buckets.setdefault(tensor.dtype, [Bucket(())] * num_ranks)
-            buckets[owners[name]] = Bucket((*buckets[owners[name]].tensors, tensor))
+        self.num_parts = num_parts
+        self.cuts: dict[str, list[dict[str, Cut]]] = {}  # by dtype, of the arrays of each owner
+        for name, leaf in leaves.items():
+            of_owners = self.cuts.setdefault(str(leaf.dtype), [{} for _ in range(num_ranks)])
+            of_owners[owners[name]][name] = cut(leaf.shape, num_parts)
         self.widths = {  # by dtype, elements of one part of all that the fullest owner has
-            dtype: max(sum(self.cuts[one.name].chunk for one in bucket.tensors) for bucket in buckets)
-            for dtype, buckets in self.buckets.items()
+            dtype: max(sum(one.chunk for one in cuts.values()) for cuts in of_owners)
+            for dtype, of_owners in self.cuts.items()
         }
 
     def pack(self, owner: int, full: _Arrays) -> _Arrays:
         """Packs an owner's arrays to ``[parts, width]``, padded with zeros."""
 
-        def rows(bucket: Bucket) -> list[jax.Array]:
-            return [self.cuts[one.name].to_rows(full[one.name]) for one in bucket.tensors]
+        def rows(cuts: dict[str, Cut]) -> list[jax.Array]:
+            return [one.to_rows(full[name]) for name, one in cuts.items()]
 
-        return {dtype: self._joined(dtype, rows(some[owner]), self.num_parts) for dtype, some in self.buckets.items()}
+        return {dtype: self._joined(dtype, rows(cuts[owner]), self.num_parts) for dtype, cuts in self.cuts.items()}
 
     def unpack(self, owner: int, rows: _Arrays) -> _Arrays:
         """Undoes ``pack``."""
         found: _Arrays = {}
-        for dtype, buckets in self.buckets.items():
-            found |= unpack_rows(buckets[owner], rows[dtype], self.cuts)
+        for dtype, cuts in self.cuts.items():
+            found |= unpack_rows(rows[dtype], cuts[owner])
         return found
 
     def pack_shards(self, shards: _Arrays) -> _Arrays:
         """Packs a rank's shards of all arrays: row o of ``[N, width]`` holds those of what owner o has."""
 
-        def row(bucket: Bucket) -> list[jax.Array]:
-            return [shards[one.name].reshape(1, -1) for one in bucket.tensors]
+        def row(cuts: dict[str, Cut]) -> list[jax.Array]:
+            return [shards[name].reshape(1, -1) for name in cuts]
 
         return {
-            dtype: jnp.concatenate([self._joined(dtype, row(bucket), 1) for bucket in buckets])
-            for dtype, buckets in self.buckets.items()
+            dtype: jnp.concatenate([self._joined(dtype, row(cuts), 1) for cuts in of_owners])
+            for dtype, of_owners in self.cuts.items()
         }
 
     def unpack_shards(self, rows: _Arrays) -> _Arrays:
         """Undoes ``pack_shards``."""
         found: _Arrays = {}
-        for dtype, buckets in self.buckets.items():
-            for bucket, row in zip(buckets, rows[dtype], strict=True):
-                found |= unpack_row(bucket, row, self.cuts)
+        for dtype, of_owners in self.cuts.items():
+            for cuts, row in zip(of_owners, rows[dtype], strict=True):
+                found |= unpack_row(row, cuts)
         return found
 
     def _joined(self, dtype: str, rows: list[jax.Array], num_rows: int) -> jax.Array:
@@ -324,7 +320,7 @@ def _forms(state: Any) -> Any:
 def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
     """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
     if kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
-        return gloo.all_to_all_by_swap(rows, axis)
+        return gloo.all_to_all(rows, axis)
     bits = traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
     sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
     received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)

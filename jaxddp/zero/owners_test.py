@@ -23,6 +23,7 @@ from jaxddp.comparison_test import (
 from jaxddp.instruments.memory import held_bytes, step_memory
 from jaxddp.models import build
 from jaxddp.strategy import without_communication
+from jaxddp.tree import named_leaves
 from jaxddp.zero.owners import LeafOwners
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -127,12 +128,12 @@ def test_frozen_parameters_have_no_owner(sends):
 @pytest.mark.parametrize("make", [optax.adamw, contrib.muon, optax.sgd], ids=lambda make: make.__name__)
 def test_state_is_shared_out_evenly(make):
     params = jax.eval_shape(lambda: build("byte")[1])
-    leaves = LeafOwners(make(1e-3), params, 4)
-    total = LeafOwners(make(1e-3), params, 1).state_bytes[0]
-    largest = max(leaf.size * leaf.dtype.itemsize * 2 for leaf in jax.tree.leaves(params))
-    assert sum(leaves.state_bytes) == total
-    assert max(leaves.state_bytes) <= total / 4 + largest
-    assert max(leaves.state_bytes) <= 1.1 * total / 4
+    leaves, held = LeafOwners(make(1e-3), params, 4), [0] * 4
+    for name, slot in named_leaves(leaves.slots).items():
+        if (param := leaves.param_of[name]) is not None:
+            held[leaves.owners[param]] += slot.size * slot.dtype.itemsize
+    assert max(held) <= 1.1 * sum(held) / 4
+    assert sum(leaves.widths.values()) * 4 == max(held)  # of float32
     assert set(leaves.owners.values()) == set(range(4))  # without any state, parameters are shared out
 
 

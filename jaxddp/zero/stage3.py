@@ -24,7 +24,7 @@ units (``gather.py``), and the small parameters, which stay replicated.
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
 The loss is traced once, on full parameters, and every unit is one operation of the trace. Run on shards, units gather
-theirs, rows of a stack and loops over rows are those of shards, and everything else is what it was in the trace.
+theirs, loops over a stack take rows of its shards, and everything else is what it was in the trace.
 Parameters that anything else uses are gathered before the forward and held to the end of the backward: a model without
 units has sharded state, and no guarantee about temporary memory.
 
@@ -102,7 +102,6 @@ def layout_params(
 def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """Turns a loss function of full parameters, in the compute dtype, into one of what a rank holds."""
     ranks, leaves = layout.ranks, named_leaves(layout.params)
-    has_warned = ranks.num_ranks == 1
 
     def used(leaf: Leaf) -> jax.ShapeDtypeStruct:
         is_cast = layout.compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -114,7 +113,6 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
     grad_dtypes = [layout.grad_dtypes[name] if is_trained(name) else None for name in leaves]
 
     def loss_of_shards(params: Any, *inputs: Any) -> Any:
-        nonlocal has_warned
         token = _is_marking.set(True)
         try:
             program, result = jax.make_jaxpr(loss, return_shape=True)(full, *inputs)
@@ -128,11 +126,10 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
         if early := sorted(_used_outside(program, stacked)):
             values = put(values, early, gather_for(program, early, [values[at] for at in early], ranks)[0])
-        if early and not has_warned and not any(isinstance(one, Shard) for one in values):
-            has_warned = True
+        if early and ranks.num_ranks > 1 and not any(isinstance(one, Shard) for one in values):
             warnings.warn(
                 "zero3 gathers all parameters before the forward: mark the layers of the model with jaxddp.layer",
-                stacklevel=2,
+                stacklevel=1,  # one place, so that Python shows it once
             )
         return jax.tree.unflatten(jax.tree.structure(result), _run_units(program, values, ranks, is_end=True))
 
@@ -155,8 +152,8 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
-            unchanged, or rows of a stack of them. What it changes in variables of Flax NNX is kept; what it adds to
-            its arguments is refused.
+            unchanged, or what ``lax.scan`` takes of a stack. What it changes in variables of Flax NNX is kept; what it
+            adds to its arguments is refused.
 
     Example:
         >>> import jax.numpy as jnp
@@ -204,34 +201,26 @@ def _write(args: Any, changed: Mapping[int, Any]) -> None:
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
-    """The places of the parameters that are used by anything but units, or have rows that are.
+    """The places of the parameters that are used by anything but units.
 
     ``stacked``: in how many leading dimensions an input is a stack of shards; None if it is no shard.
     """
     outside: set[int] = set()
-    inputs = [None if dims is None else (place, dims) for place, dims in enumerate(stacked)]
+    inputs = [None if dims is None else place for place, dims in enumerate(stacked)]
 
-    def rule(equation: Any, inputs: list[Any]) -> list[Any]:
-        uses, name = {at: one for at, one in enumerate(inputs) if one is not None}, equation.primitive.name
-        nothing = [None] * len(equation.outvars)
-        if not uses or _is_unit(equation):
-            return nothing
-        if _takes_rows(equation) and [*uses] == [0] and uses[0][1]:
-            place, dims = uses[0]
-            return [(place, dims - (name == "squeeze"))]
-        shards = {}
-        if name in (*CALLS, CHECKPOINT):
-            shards = {at: dims for at, (_, dims) in uses.items()}
-        elif name == "scan":
+    def rule(equation: Any, inputs: list[int | None]) -> list[None]:
+        uses = {} if _is_unit(equation) else {at: place for at, place in enumerate(inputs) if place is not None}
+        inner: dict[int, int | None] = {}  # what of them a program takes that is looked into
+        if equation.primitive.name in (*CALLS, CHECKPOINT):
+            inner = {at: stacked[place] for at, place in uses.items()}
+        elif equation.primitive.name == "scan":
             first = sum(num_consts_and_carry(equation))
-            shards = {at: dims - 1 for at, (_, dims) in uses.items() if at >= first and dims}
-        inner = [shards.get(at) for at in range(len(inputs))]
-        of_inner = _used_outside(called_program(equation), inner) if shards else set()
-        outside.update(place for at, (place, _) in uses.items() if at not in shards or at in of_inner)
-        return nothing
+            inner = {at: (stacked[place] or 0) - 1 for at, place in uses.items() if at >= first and stacked[place]}
+        of_inner = _used_outside(called_program(equation), [*map(inner.get, range(len(inputs)))]) if inner else set()
+        outside.update(place for at, place in uses.items() if at not in inner or at in of_inner)
+        return [None] * len(equation.outvars)
 
-    results = interpret(program, inputs, rule, lambda *_: None)
-    return outside | {one[0] for one in results if one is not None}
+    return outside | {one for one in interpret(program, inputs, rule, lambda *_: None) if one is not None}
 
 
 def _run_units(
@@ -251,16 +240,12 @@ def _run_units(
         places = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
         if not places:
             return bind(program.jaxpr, equation, inputs)
-        if _takes_rows(equation):
-            return [_rows(equation, inputs)]
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
         if name == "scan" and params["length"] <= params["unroll"]:
             return _run_rounds(equation, inputs, partial(_run_units, ranks=ranks, in_loop=in_loop, order=order), keeps)
         if name == "scan":
-            carry, results = _run_scan(equation, inputs, ranks)
-            # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
-            return [*after_loop(order, carry), *results]
+            return _run_scan(equation, inputs, ranks, order)
         if name in CALLS and not is_unit:
             return _run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
         shards = [inputs[place] for place in places]
@@ -300,54 +285,57 @@ def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
 
 def _run_rounds(equation: Any, inputs: list[Any], run: Callable[..., list[Any]], is_end: bool) -> list[Any]:
     """Runs a loop over rows of shards of which XLA makes none, as if its rounds were written out."""
-    program, (num_consts, num_carry) = called_program(equation), num_consts_and_carry(equation)
-    consts, carry, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-    shapes = [var.aval.shape for var in program.jaxpr.invars[num_consts + num_carry :]]
+    program, consts, carry, stacks = _parts(equation, inputs)
     numbers = [*range(equation.params["length"])][:: -1 if equation.params["reverse"] else 1]
     results: dict[int, list[Any]] = {}
     for number in numbers:
-        rows = [
-            stack.rows(stack.local[number], shape) if isinstance(stack, Shard) else stack[number]
-            for stack, shape in zip(stacks, shapes, strict=True)
-        ]
+        rows = _rows(stacks, [local[number] for local in _local(stacks)])
         found = run(program, [*consts, *carry, *rows], is_end=is_end and number == numbers[-1])
-        carry, results[number] = found[:num_carry], found[num_carry:]
+        carry, results[number] = found[: len(carry)], found[len(carry) :]
     return [*carry, *map(jnp.stack, zip(*(results[number] for number in sorted(results)), strict=True))]
 
 
-def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks) -> tuple[list[Any], list[Any]]:
-    """Runs a loop over rows of shards; gives what the last round hands on, and the stacked results."""
-    program, params = called_program(equation), equation.params
-    num_consts, num_carry = num_consts_and_carry(equation)
-    consts, init, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-    shapes = [var.aval.shape for var in program.jaxpr.invars[num_consts + num_carry :]]
-
+def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks, order: Order) -> list[Any]:
+    """Runs a loop over rows of shards."""
+    program, consts, init, stacks = _parts(equation, inputs)
+    params, local = equation.params, _local(stacks)
     places = [place for place, stack in enumerate(stacks) if isinstance(stack, Shard)]
-    dtypes = [stacks[place].local.dtype for place in places]
+    held = [local[place] for place in places]
+    row = None
     # Along other axes, gradients of one row would have to lie alike.
-    has_row = len({*dtypes}) == 1 and jnp.issubdtype(dtypes[0], jnp.floating) and not ranks.other_axes
+    if len({one.dtype for one in held}) == 1 and jnp.issubdtype(held[0].dtype, jnp.floating) and not ranks.other_axes:
+        row = _gradients_from_rows(held)
+        local = put(local, places, lax.stop_gradient(held))
 
     def body(carry: list[Any], given: tuple[list[jax.Array], jax.Array | None]) -> tuple[list[Any], list[Any]]:
         local, row = given
         if row is not None:
             local = put(local, places, _gradients_to_row([local[place] for place in places], row))
-        rows = [
-            stack.rows(array, shape) if isinstance(stack, Shard) else array
-            for stack, array, shape in zip(stacks, local, shapes, strict=True)
-        ]
+        rows = _rows(stacks, local)
         results = _run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=True)
-        return results[:num_carry], results[num_carry:]
+        return results[: len(carry)], results[len(carry) :]
 
-    local = [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
-    row = None
-    if has_row:
-        held = [local[place] for place in places]
-        row = _gradients_from_rows(held)
-        local = put(local, places, lax.stop_gradient(held))
     # Rounds that are left over would be no loop.
     unroll = max(n for n in range(1, params["unroll"] + 1) if params["length"] % n == 0)
     carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], unroll)
-    return carry, results
+    # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
+    return [*after_loop(order, carry), *results]
+
+
+def _parts(scan: Any, inputs: list[Any]) -> tuple[core.ClosedJaxpr, list[Any], list[Any], list[Any]]:
+    """The program of a scan's round, and the scan's constants, carries, and what it takes rows of."""
+    num_consts, num_carry = num_consts_and_carry(scan)
+    return called_program(scan), inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+
+
+def _local(stacks: list[Any]) -> list[jax.Array]:
+    return [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
+
+
+def _rows(stacks: list[Any], rows: list[jax.Array]) -> list[Any]:
+    """What a round takes, given the rows of what this rank has."""
+    pairs = zip(stacks, rows, strict=True)
+    return [stack.row(row) if isinstance(stack, Shard) else row for stack, row in pairs]
 
 
 # The gradients of a round's shards are one row of one stack, zeros before the backward: then XLA scatters them while
@@ -378,29 +366,6 @@ def _gradients_to_row(arrays: list[jax.Array], row: jax.Array) -> list[jax.Array
 _gradients_to_row.defvjp(
     lambda arrays, row: (arrays, None), lambda _, grads: (None, _rows_of([grad[None] for grad in grads])[0])
 )
-
-
-def _rows(equation: Any, inputs: list[Any]) -> Shard:
-    """The rows of a stack that an operation takes."""
-    stack, shape, params = inputs[0], equation.outvars[0].aval.shape, equation.params
-    match equation.primitive.name:
-        case "squeeze":
-            local = stack.local[0]
-        case "slice":
-            local = stack.local[params["start_indices"][0] : params["limit_indices"][0]]
-        case _:
-            local = lax.dynamic_slice_in_dim(stack.local, inputs[1], shape[0])
-    return stack.rows(local, shape)
-
-
-def _takes_rows(equation: Any) -> bool:
-    """Whether an operation slices along dimension 0 only."""
-    name, params = equation.primitive.name, equation.params
-    if name == "squeeze":
-        return params["dimensions"] == (0,)
-    if name not in ("slice", "dynamic_slice") or params.get("strides") is not None:
-        return False
-    return equation.outvars[0].aval.shape[1:] == equation.invars[0].aval.shape[1:]
 
 
 def _is_unit(equation: Any) -> bool:

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..communication.buckets import BucketMb, BucketPlan, Rule, TensorSpec, plan_buckets
+from ..communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpec, plan_buckets
 from ..communication.collectives import all_gather
 from ..communication.reduction import Means, Wire, reduce_buckets
 from ..communication.sharding import Cut, pack_row, pack_rows, scatter_sum, unpack_row, unpack_rows
@@ -53,42 +53,40 @@ Part = Literal["elements", "leaves"]
 
 
 @register
-def zero1(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
+def zero1(bucket_mb: BucketMb = "default", *, shard: Part = "elements") -> Strategy:
     """One reduce-scatter per bucket as it fills, one all-gather per bucket as its parameters are updated.
 
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
-        rule: When a bucket closes; see ``plan_buckets``.
         shard: ``"elements"``: each rank updates 1/N of every parameter, for an element-wise optimizer. ``"leaves"``:
             each whole parameter belongs to one rank, for one that updates them one by one; see ``owners.py``.
 
     Raises:
-        ValueError: If a cap, the rule or ``shard`` is out of range.
+        ValueError: If a cap or ``shard`` is out of range.
     """
-    return _strategy("zero1", bucket_mb, rule, shard, each_microbatch=False)
+    return _strategy("zero1", bucket_mb, shard, each_microbatch=False)
 
 
 @register
-def zero2(bucket_mb: BucketMb = "default", *, rule: Rule = "before", shard: Part = "elements") -> Strategy:
+def zero2(bucket_mb: BucketMb = "default", *, shard: Part = "elements") -> Strategy:
     """``zero1`` that keeps only shards of gradients between micro-batches, with at most two buckets in flight.
 
     Arguments are those of ``zero1``.
     """
-    return _strategy("zero2", bucket_mb, rule, shard, each_microbatch=True)
+    return _strategy("zero2", bucket_mb, shard, each_microbatch=True)
 
 
-def _strategy(name: str, bucket_mb: BucketMb, rule: Rule, shard: str, *, each_microbatch: bool) -> Strategy:
+def _strategy(name: str, bucket_mb: BucketMb, shard: str, *, each_microbatch: bool) -> Strategy:
     if shard not in ("elements", "leaves"):
         raise ValueError(f"shard (={shard!r}) must be 'elements' or 'leaves'")
-    plan = partial(_plan, bucket_mb, rule, each_microbatch)
+    plan = partial(_plan, bucket_mb, each_microbatch)
     plan(())  # refuses a bad cap now, not at the first step
     layout, variant = (layout_by_owners, "by leaves") if shard == "leaves" else (layout_shards, "")
     return Strategy(name, plan, layout, in_compute_dtype, reduce_scatter_grads, update_shards, variant=variant)
 
 
-def _plan(bucket_mb: BucketMb, rule: Rule, each_microbatch: bool, tensors: Sequence[TensorSpec]) -> BucketPlan:
-    buckets = plan_buckets(tensors, bucket_mb, rule=rule)
-    return replace(buckets, kind="reduce-scatter", each_microbatch=each_microbatch)
+def _plan(bucket_mb: BucketMb, each_microbatch: bool, tensors: Sequence[TensorSpec]) -> BucketPlan:
+    return replace(plan_buckets(tensors, bucket_mb), kind="reduce-scatter", each_microbatch=each_microbatch)
 
 
 def layout_shards(params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None) -> Layout:
@@ -104,9 +102,9 @@ def reduce_scatter_grads(
     """Sums gradients over ranks, bucket by bucket; this rank keeps its shards."""
     ranks, cuts = layout.ranks, layout.cuts
     wire = Wire(
-        pack=lambda bucket, grads: pack_rows(bucket, grads, cuts),
+        pack=lambda bucket, grads: pack_rows(grads, _of(bucket, cuts)),
         send=lambda buffer, key: scatter_sum(buffer, ranks.shard_axis, ranks.replica_axes)[0],
-        unpack=lambda bucket, row: unpack_row(bucket, row, cuts),
+        unpack=lambda bucket, row: unpack_row(row, _of(bucket, cuts)),
         unsent=lambda name, grad: cuts[name].local_shard(grad, lax.axis_index(ranks.shard_axis)) * ranks.num_ranks,
     )
     return reduce_buckets(plan, wire, grads, divisor, number)
@@ -142,9 +140,13 @@ def gather_shards(
     full = {name: jnp.zeros(cuts[name].shape, shard.dtype) for name, shard in shards.items() if shard.size == 0}
     unpacked: dict[str, jax.Array] = {}
     for bucket in plan.gathers:
-        rows = all_gather(pack_row(bucket, shards)[None], axis, equal=True, as_bits=True)
+        rows = all_gather(pack_row(shards, _of(bucket, cuts)), axis, equal=True, as_bits=True)
         # Unpack each bucket when it arrives: XLA would unpack all of them after the last one.
         rows, unpacked = lax.optimization_barrier((rows, unpacked))
         full |= unpacked
-        unpacked = unpack_rows(bucket, rows, cuts)
+        unpacked = unpack_rows(rows, _of(bucket, cuts))
     return full | unpacked
+
+
+def _of(bucket: Bucket, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    return {tensor.name: cuts[tensor.name] for tensor in bucket.tensors}
