@@ -62,32 +62,24 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
     leaves = named_leaves(params)
     if not leaves:
         raise ValueError(f"params (={params!r}) must hold at least one array")
-    for name, kind in _statistics(params).items():
-        if trainable is None or trainable(name):
-            raise ValueError(
-                f"parameter {name!r} is {kind}, which must not be trained: give it as model_state=... to init of a"
-                " Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen take parameters and state apart"
-            )
-    check_leaves("params", leaves)
-    for name, leaf in leaves.items():
-        if (trainable is None or trainable(name)) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            said = f"parameter {name!r} has dtype {leaf.dtype}: what is trained must be of a floating dtype"
-            raise ValueError(f"{said}; leave it out with Trainer(trainable=...)")
-    if trainable is not None and not any(map(trainable, leaves)):
+    trained = [name for name in leaves if trainable is None or trainable(name)]
+    if not trained:
         raise ValueError(f"trainable must select at least one of the {len(leaves)} parameters, it selects none")
-
-
-def _statistics(params: Any) -> dict[str, str]:
-    """What Flax does not call parameters, by name: Linen's collection of statistics, and NNX's kinds of variables."""
     nnx: Any = sys.modules.get("flax.nnx")  # a tree that holds its variables has loaded it
     kinds = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState) if nnx else ()
-    found: dict[str, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
-        if isinstance(node, kinds):
-            found[path_name(path)] = f"a {type(node).__name__} of Flax NNX's"
-        elif "batch_stats" in re.split(r"\W+", path_name(path))[:-1]:  # also of a flattened dictionary
-            found[path_name(path)] = "a statistic of Flax Linen's"
-    return found
+        name = path_name(path)
+        is_statistic = "batch_stats" in re.split(r"\W+", name)[:-1]  # of Linen's, also in a flattened dictionary
+        if name in trained and (is_statistic or isinstance(node, kinds)):
+            raise ValueError(
+                f"parameter {name!r} is what Flax calls state, which must not be trained: give it as model_state=... to"
+                " init of a Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen take both apart"
+            )
+    check_leaves("params", leaves)
+    for name in trained:
+        if not jnp.issubdtype(leaves[name].dtype, jnp.floating):
+            said = f"parameter {name!r} has dtype {leaves[name].dtype}: what is trained must be of a floating dtype"
+            raise ValueError(f"{said}; leave it out with Trainer(trainable=...)")
 
 
 def split(params: Any, trainable: Callable[[str], bool] | None) -> tuple[Any, Any]:
