@@ -19,8 +19,6 @@ import jax.numpy as jnp
 from .communication.reduction import wide
 from .tree import named_leaves, path_name
 
-_WEIGHT_DEPENDS = "the weight of jaxddp.Weighted must not depend on the parameters: wrap it in jax.lax.stop_gradient"
-
 
 class Weighted(NamedTuple):
     """A total and the weight it must be divided by, such as summed token losses and the number of tokens.
@@ -171,11 +169,10 @@ def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = F
         total, loss = _as_part(loss_fn, result)
         if not has_aux:
             return total, (Parts(loss, None), new_state)
-        num_examples = jax.tree.leaves(batch)[0].shape[0]
 
         def aux_part(path: Any, leaf: Any) -> Any:
             if isinstance(leaf, MARKERS):
-                return part_of(f"aux leaf {path_name(path)!r}", leaf, num_examples)
+                return part_of(f"aux leaf {path_name(path)!r}", leaf, len(jax.tree.leaves(batch)[0]))
             if isinstance(leaf, Weighted):
                 return Part(wide(leaf.total), _finite(wide(leaf.weight)))
             shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
@@ -217,11 +214,10 @@ def _as_part(loss_fn: Callable[..., Any], loss: Any) -> tuple[jax.Array, Part]:
             said = f"loss_fn (={_name(loss_fn)}) returned {found}"
             raise ValueError(f"{said}: the loss must be a scalar or jaxddp.Weighted of scalars; aux needs has_aux=True")
     total = jnp.asarray(values[0])
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(f"loss_fn (={_name(loss_fn)}) returned dtype {total.dtype}: the loss must be floating")
     if not isinstance(loss, Weighted):
         return total, Part(wide(total), None)
-    return total, Part(wide(total), _finite(refuse_derivative(wide(loss.weight), _WEIGHT_DEPENDS)))
+    error = "the weight of jaxddp.Weighted must not depend on the parameters: wrap it in jax.lax.stop_gradient"
+    return total, Part(wide(total), _finite(refuse_derivative(wide(loss.weight), error)))
 
 
 def _finite(weight: jax.Array) -> jax.Array:
@@ -248,18 +244,15 @@ def _like(new_state: Any, model_state: Any) -> Any:
         {name: f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for name, leaf in named_leaves(tree).items()}
         for tree in (model_state, new_state)
     )
-    new, old = (str(jax.tree.structure(tree)) for tree in (new_state, model_state))
-    if new != old and wanted.keys() == found.keys():
-        raise ValueError(f"new_state (={new}) must have the structure of model_state (={old})")
     for name in wanted | found:
         if (was := wanted.get(name)) != (now := found.get(name)):
             raise ValueError(f"new_state leaf {name!r} (={now}) must be as in model_state (={was})")
 
-    def strong(leaf: Any) -> Any:  # a loop over micro-batches refuses the weak dtype of a number of Python's
+    def strong(leaf: Any, _: Any) -> Any:  # a loop over micro-batches refuses the weak dtype of a number of Python's
         is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
         return leaf if is_key else jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
 
-    return jax.tree.map(strong, new_state)
+    return jax.tree.map(strong, new_state, model_state)  # refuses another structure
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:

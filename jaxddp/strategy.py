@@ -24,7 +24,7 @@ from .communication.buckets import BucketPlan, TensorSpec
 from .communication.collectives import Axis, silent
 from .communication.reduction import Means
 from .scopes import OTHER_AXES_SCOPE
-from .tree import named_leaves, path_name, split
+from .tree import merge, named_leaves, split
 
 
 class Optimizer(NamedTuple):
@@ -139,19 +139,16 @@ def with_masters(layout: Layout, compute_dtype: Any) -> Layout:
     master, state = optimizer(gradient, state, master)        param = master cast to the compute dtype
     """
     inner = layout.optimizer
-    is_trained = layout.trainable or (lambda name: True)
 
     def step(grads: Any, state: Masters, params: Any, value: Any, full: Any = None) -> tuple[Any, Masters]:
         # The gradient is in the master's dtype by now; ``full`` are copies of the masters.
         masters, of_inner = inner.step(grads, state.inner, state.params, value)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), masters, params), Masters(masters, of_inner)
 
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: replace(leaf, dtype=compute_dtype) if is_trained(path_name(path)) else leaf, layout.params
-    )
+    trained, frozen = split(layout.params, layout.trainable)
     return replace(
         layout,
-        params=params,
+        params=merge(jax.tree.map(lambda leaf: replace(leaf, dtype=compute_dtype), trained), frozen),
         opt_state=Masters(split(layout.updated, layout.trainable)[0], layout.opt_state),
         optimizer=Optimizer(lambda params: Masters(params, inner.init(params)), step),
     )
