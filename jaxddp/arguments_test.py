@@ -54,7 +54,6 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "value_and_grad": lambda value: jaxddp.value_and_grad(loss_fn, value),
     "jit": lambda value: jaxddp.jit(loss_fn, value),
     "compile_options": lambda value: jaxddp.compile_options(value, "gpu"),
-    "plan_buckets": jaxddp.plan_buckets,
     "read_schedule": jaxddp.read_schedule,
     "Network": jaxddp.Network,
     "measured": jaxddp.network.measured,

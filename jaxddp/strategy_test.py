@@ -190,19 +190,13 @@ def test_one_rank_and_a_strategy_without_communication_send_nothing(strategy):
         assert compiled_as_planned(trainer, trainer.init(params), batch) == []
 
 
-def test_a_plan_of_another_model_or_of_other_shapes_is_refused():
-    def run(grads, **shapes):
-        plan = jaxddp.plan_buckets([jaxddp.TensorSpec(name, shape, "float32") for name, shape in shapes.items()])
-        sync = jax.shard_map(
-            lambda grads: jaxddp.sync_gradients(grads, plan, "data"),
-            mesh=jaxddp.data_mesh(2), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
-        )  # fmt: skip
-        jax.jit(sync)(grads)
-
-    one, two = {"a": jnp.ones(2)}, {"a": jnp.ones(2), "b": jnp.ones(6)}
-    assert "plan names 'b', which grads does not hold" in refusal(run, one, b=(2,))
-    assert "grads holds 'a', which plan does not name" in refusal(run, two, b=(6,))
-    assert "[6]" in refusal(run, two, a=(6,), b=(2,))  # as many in all
+def test_a_plan_of_other_shapes_is_refused():
+    plan = jaxddp.plan_buckets([jaxddp.TensorSpec(name, (size,), "float32") for name, size in (("a", 6), ("b", 2))])
+    sync = jax.shard_map(
+        lambda grads: jaxddp.sync_gradients(grads, plan, "data"),
+        mesh=jaxddp.data_mesh(2), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    assert "[6]" in refusal(sync, {"a": jnp.ones(2), "b": jnp.ones(6)})  # as many in all
 
 
 def test_bytes_on_the_wire_are_those_of_the_platform():

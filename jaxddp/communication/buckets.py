@@ -122,9 +122,7 @@ def plan_buckets(
     caps = _caps_bytes(bucket_mb)
     opened: dict[str, tuple[int, int]] = {}  # number of a dtype's open bucket, and the bytes in it
     buckets: dict[tuple[str, int], list[TensorSpec]] = {}  # by dtype and number
-    for tensor in tensors if isinstance(tensors, Iterable) else [tensors]:
-        if not isinstance(tensor, TensorSpec):
-            raise ValueError(f"tensors (={tensor!r}) must be a sequence of TensorSpec")
+    for tensor in tensors:
         dtype, size = tensor.dtype, tensor.num_bytes
         if not size:
             continue
@@ -181,12 +179,7 @@ def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype, from its name, which must hold a width.
-
-    Example:
-        >>> dtype_bytes("bfloat16"), dtype_bytes("float8_e4m3fn"), dtype_bytes("bool")
-        (2, 1, 1)
-    """
+    """Bytes per element of a dtype, from its name, which must hold a width, such as ``"float8_e4m3fn"``."""
     if dtype == "bool":
         return 1
     width = re.search(r"\d+", dtype)

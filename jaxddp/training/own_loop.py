@@ -140,7 +140,7 @@ def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
 
     Raises:
-        ValueError: If plan and gradients differ in names or shapes.
+        ValueError: If plan and gradients differ in shapes.
     """
     return _reduced(grads, plan, axis, lax.axis_size(axis) if denominator is None else denominator)
 

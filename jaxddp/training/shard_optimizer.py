@@ -89,8 +89,7 @@ def shard_optimizer(
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         layout, ready, num_ranks = layout_of(grads), named_leaves(grads), lax.axis_size(axis)
         buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
-        empty = tuple(name for name, leaf in ready.items() if leaf.size == 0)
-        plan = BucketPlan(buckets if num_ranks > 1 else (), constants=empty, gathers=buckets, kind="reduce-scatter")
+        plan = BucketPlan(buckets if num_ranks > 1 else (), gathers=buckets, kind="reduce-scatter")
         check_grads(ready, plan, axis)
         means = reduce_scatter_grads(ready, plan, layout, num_ranks)
         shards = means.grads
