@@ -40,13 +40,10 @@ ELEMENTWISE = frozenset(
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 _on_rank = attrgetter("on_rank")  # of a ``Leaf``
-_ADVICE = {
-    "reduce_sum": "; to clip by the global norm, set max_grad_norm",
-    "reduce_and": "; to leave out steps that are not finite, set nonfinite='skip'",
-}
 _REFUSAL = (
     "optimizer must be element-wise to be sharded: {}; use a strategy that keeps the optimizer whole, or"
-    " zero1(shard='leaves')"
+    " zero1(shard='leaves'); to clip by the global norm, set max_grad_norm, and to leave out steps that are not finite,"
+    " nonfinite='skip'"
 )
 
 
@@ -185,8 +182,7 @@ def _outputs(
             label, value = f"its {what} {path_name(path)!r}", next(values)
             if value.kind not in (_UNIFORM, _ALIGNED if leaf.cut else _POSITIONAL):
                 cause = value.cause or "elements of a parameter that it does not mirror"
-                advice = next((text for name, text in _ADVICE.items() if f"({name})" in cause), "")
-                raise ValueError(_REFUSAL.format(f"{label} depends on {cause}") + advice)
+                raise ValueError(_REFUSAL.format(f"{label} depends on {cause}"))
             found.append((label, value.number, struct.shape == part(leaf).shape))
     return found
 
