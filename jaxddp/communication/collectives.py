@@ -120,11 +120,8 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
         return x[:chunk_length]
     if is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
-    match kind_of("reduce-scatter", num_ranks, traced_platform()):
-        case "all-reduce":
-            return gloo.scatter_by_swap(x, axis)
-        case "all-to-all":
-            return gloo.scatter_by_all_to_all(x, axis)
+    if kind_of("reduce-scatter", num_ranks, traced_platform()) != "reduce-scatter":
+        return gloo.reduce_scatter(x, axis)
     if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
@@ -150,7 +147,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     # Under check_vma, only what comes out of a collective counts as equal.
     is_known_equal = equal and varying(lax.axis_index(axis))
     if kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce" and not is_known_equal:
-        return gloo.gather_by_swap(x, axis)
+        return gloo.all_gather_of_two(x, axis)
     to = "invarying" if equal else "varying"
     if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]

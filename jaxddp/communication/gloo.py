@@ -18,7 +18,6 @@ References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -26,72 +25,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_WORD = jnp.uint32
-
-
-def swapped_bytes(num_elements: int, dtype_bytes: int) -> int:
-    """Bytes of the all-reduce by which two ranks swap so many elements each, in words of 4 bytes."""
-    return -(-num_elements * dtype_bytes // 4) * 4
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swap(x: jax.Array, axis: Any) -> jax.Array:
     """Gives each of two ranks the other's array, by an all-reduce of as many bytes.
 
-    Both sum their bits as unsigned 32-bit integers, which wrap around, and take their own off. On a ring, an all-reduce
-    of S bytes sends 2 (N-1)/N S: S from each of two ranks, as an exchange does.
+    Both sum their bits as unsigned integers, which wrap around, and take their own off. On a ring, an all-reduce of S
+    bytes sends 2 (N-1)/N S: S from each of two ranks, as an exchange does.
     """
-    words = _words(x)
-    return _from_words(lax.psum(words, axis) - words, x)
+    bits = x.view(f"uint{8 * x.dtype.itemsize}")
+    return (lax.psum(bits, axis) - bits).view(x.dtype)
 
 
 swap.defvjp(lambda x, axis: (swap(x, axis), None), lambda axis, _, gradient: (swap(gradient, axis),))
 
 
-def scatter_by_swap(x: jax.Array, axis: str) -> jax.Array:
-    """Sums ``[2 k, ...]`` over two ranks, at least in float32; rank r gets part r, ``[k, ...]``."""
-    chunks, rank = x.reshape(2, -1, *x.shape[1:]), lax.axis_index(axis)
-    kept, sent = (lax.dynamic_index_in_dim(chunks, chunk, keepdims=False) for chunk in (rank, 1 - rank))
-    summed = _summed_dtype(x.dtype)
-    return (kept.astype(summed) + swap(sent, axis).astype(summed)).astype(x.dtype)
-
-
-def all_to_all_by_swap(x: jax.Array, axis: Any) -> jax.Array:
-    """Sends row o of ``[2, ...]`` to rank o; row r of the result is from rank r."""
+def all_to_all(rows: jax.Array, axis: Any) -> jax.Array:
+    """Sends row o of ``[N, ...]`` to rank o; row r of the result is from rank r. Two ranks swap."""
+    if len(rows) > 2:
+        return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0)
     rank = lax.axis_index(axis)
-    received = swap(lax.dynamic_index_in_dim(x, 1 - rank, keepdims=False), axis)
-    return lax.dynamic_update_index_in_dim(x, received, 1 - rank, axis=0)
+    received = swap(lax.dynamic_index_in_dim(rows, 1 - rank, keepdims=False), axis)
+    return lax.dynamic_update_index_in_dim(rows, received, 1 - rank, axis=0)
 
 
-def gather_by_swap(x: jax.Array, axis: Any) -> jax.Array:
-    """Concatenates two ranks' ``[k, ...]`` to ``[2 k, ...]``."""
-    received, is_first = swap(x, axis), lax.axis_index(axis) == 0
-    return jnp.concatenate([jnp.where(is_first, x, received), jnp.where(is_first, received, x)])
-
-
-def scatter_by_all_to_all(x: jax.Array, axis: str) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sums ``[N k, ...]`` over the ranks, at least in float32, in rank order; rank r gets part r, ``[k, ...]``."""
-    chunks = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
-    received = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0)
-    return jnp.sum(received, axis=0, dtype=_summed_dtype(x.dtype)).astype(x.dtype)
+    received = all_to_all(x.reshape(lax.axis_size(axis), -1, *x.shape[1:]), axis)
+    dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    return jnp.sum(received, axis=0, dtype=dtype).astype(x.dtype)
 
 
-def _summed_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as ``[words]``, padded with zeros."""
-    flat = x.reshape(-1).astype(jnp.uint8) if x.dtype == jnp.bool_ else x.reshape(-1)
-    per_word = _WORD.dtype.itemsize // flat.dtype.itemsize
-    if per_word > 1:
-        flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
-    return lax.bitcast_convert_type(flat, _WORD).reshape(-1)
-
-
-def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    dtype = jnp.dtype(jnp.uint8) if like.dtype == jnp.bool_ else like.dtype
-    per_element = dtype.itemsize // _WORD.dtype.itemsize
-    grouped = words.reshape(-1, per_element) if per_element > 1 else words
-    flat = lax.bitcast_convert_type(grouped, dtype).reshape(-1)
-    return flat[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+def all_gather_of_two(x: jax.Array, axis: Any) -> jax.Array:
+    """Concatenates two ranks' ``[k, ...]`` to ``[2 k, ...]``."""
+    return all_to_all(jnp.stack([x, x]), axis).reshape(-1, *x.shape[1:])

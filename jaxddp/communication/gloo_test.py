@@ -38,7 +38,7 @@ print(int(wrong))
 # On two ranks also values whose bits, seen as integers, have carries; and derivatives.
 EXCHANGES = """
 from jaxddp.communication.collectives import all_gather
-from jaxddp.communication.gloo import all_to_all_by_swap
+from jaxddp.communication.gloo import all_to_all
 
 jax.config.update("jax_enable_x64", True)
 sharding = NamedSharding(mesh, P("data"))
@@ -56,7 +56,7 @@ def bits(array):
 
 
 def exchanged(arrays):
-    return [(all_gather(x, "data"), all_to_all_by_swap(x.reshape(2, -1), "data")) for x in arrays]
+    return [(all_gather(x, "data"), all_to_all(x.reshape(2, -1), "data")) for x in arrays]
 
 
 dtypes = [jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "uint8", "bool")]

@@ -12,7 +12,6 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ..strategy import Ranks, Strategy
-from . import gloo
 from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, tpu_width
 from .collectives import kind_of
 from .traces import CONSTANT, VARIES, ZERO, follow
@@ -79,8 +78,8 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
     if platform == "tpu" and kind != "all-to-all":
         num_elements = num_ranks * tpu_width(num_elements // num_ranks)
-    if compiled == "all-reduce":
-        return compiled, gloo.swapped_bytes(num_elements // num_ranks, width)
+    if compiled == "all-reduce":  # of what the other rank is to have; see ``gloo.swap``
+        return compiled, num_elements // num_ranks * width
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
 
 
