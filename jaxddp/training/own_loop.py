@@ -295,11 +295,7 @@ def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_r
 def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
     """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy; raises as ``compile_options``.
 
-    Args:
-        function: Around ``jax.shard_map``.
-        strategy: Whose plan it carries out.
-        platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
-        **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
+    The platform is that of JAX's default device if None. ``compiler_options`` are added to the strategy's.
     """
     compiler_options = compile_options(strategy, platform or jax.default_backend())
     compiler_options |= options.pop("compiler_options", None) or {}
