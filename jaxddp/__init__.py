@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from .training.own_loop import (
         jit as jit,
         plan_gradients as plan_gradients,
+        shard_optimizer as shard_optimizer,
+        sharded_specs as sharded_specs,
         sync_gradients as sync_gradients,
         value_and_grad as value_and_grad,
     )
-    from .training.shard_optimizer import shard_optimizer as shard_optimizer, sharded_specs as sharded_specs
-    from .training.train import Trainer as Trainer, TrainState as TrainState, check_replicas as check_replicas
+    from .training.replicas import check_replicas as check_replicas
+    from .training.train import Trainer as Trainer, TrainState as TrainState
     from .training.xla import compile_options as compile_options
     from .tree import named_leaves as named_leaves
     from .zero import layer as layer, zero1 as zero1, zero2 as zero2, zero3 as zero3
@@ -69,9 +71,9 @@ _NAMES = {
     ".strategy": "Strategy",
     ".training.allocator": "keep_freed_memory",
     ".training.ema": "params_ema",
-    ".training.own_loop": "jit plan_gradients sync_gradients value_and_grad",
-    ".training.shard_optimizer": "shard_optimizer sharded_specs",
-    ".training.train": "Trainer TrainState check_replicas",
+    ".training.own_loop": "jit plan_gradients shard_optimizer sharded_specs sync_gradients value_and_grad",
+    ".training.replicas": "check_replicas",
+    ".training.train": "Trainer TrainState",
     ".training.xla": "compile_options",
     ".tree": "named_leaves",
     ".zero": "layer zero1 zero2 zero3",

@@ -25,9 +25,8 @@ jax.config.update("jax_num_cpu_devices", num_local)
 jaxddp.start_process(address, num_processes, process_id)
 
 def loss_fn(params, model_state, batch):
-    keys = model_state["key"], params["frozen"]
-    assert all(jnp.issubdtype(key.dtype, jax.dtypes.prng_key) for key in keys)
-    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), {"key": jax.random.split(keys[0])[0]}
+    assert jnp.issubdtype(params["frozen"].dtype, jax.dtypes.prng_key)
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), {"count": model_state["count"] + 1}
 
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(8, 3)).astype(np.float32), rng.normal(size=(8, 1)).astype(np.float32)
@@ -36,15 +35,14 @@ trainer = jaxddp.Trainer(
     loss_fn, optax.sgd(0.1), jaxddp.bucketed(25), jaxddp.data_mesh(), num_microbatches=2, has_state=True,
     trainable=lambda name: name != "frozen",
 )
-keys = [jax.random.key(seed + process_id, impl="rbg") for seed in (10, 20)]
-params = {"w": jnp.full((3, 1), float(process_id)), "frozen": keys[0]}
-state = trainer.init(params, model_state={"key": keys[1]}, seed=process_id)
-key_data = [np.asarray(jax.random.key_data(key)).tolist() for key in (state.params["frozen"], state.model_state["key"])]
+params = {"w": jnp.full((3, 1), float(process_id)), "frozen": jax.random.key(10 + process_id, impl="rbg")}
+state = trainer.init(params, model_state={"count": np.float32(process_id)}, seed=process_id)
+others = [np.asarray(jax.random.key_data(state.params["frozen"])).tolist(), float(state.model_state["count"])]
 for _ in range(3):
     state, metrics = trainer.step(state, {"x": x[mine], "y": y[mine]})
 compiled = jaxddp.gradient_collectives(trainer.compile(state, {"x": x, "y": y}))
 print(json.dumps({
-    "keys": key_data,
+    "others": others,
     "w": np.asarray(trainer.params(state)["w"]).ravel().tolist(), "loss": float(metrics["loss"]),
     "num_ranks": trainer.num_ranks, "planned": trainer.planned(state, {"x": x, "y": y}), "compiled": compiled,
 }))
@@ -74,7 +72,7 @@ def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypa
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     alone, *together = (json.loads(line) for num in (1, 2) for line in run_workers(WORKER, num, num, 4 // num))
     for found in together:
-        assert found["num_ranks"] == 4 and found["keys"] == alone["keys"]
+        assert found["num_ranks"] == 4 and found["others"] == alone["others"]
         assert found["planned"] == found["compiled"] == [["all-reduce", 12]]
         assert found["w"] == pytest.approx(alone["w"], abs=1e-6)  # float32 sums in another order
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)

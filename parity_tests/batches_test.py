@@ -47,12 +47,12 @@ def test_a_data_loader_feeds_training_and_evaluation():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x.bfloat16(), lambda x: x.requires_grad_(), lambda x: x.t().contiguous().t(), lambda x: x[:, :]],
-    ids=["bfloat16", "requires_grad", "strided", "view"],
+    [lambda x: x.requires_grad_(), lambda x: x.t().contiguous().t(), lambda x: x[:, :]],
+    ids=["requires_grad", "strided", "view"],
 )
 def test_tensors_of_any_kind(change):
     tensor = change(torch.from_numpy(X.copy())[:8])
-    as_numpy = tensor.detach().float().numpy()
+    as_numpy = tensor.detach().numpy()
     np.testing.assert_array_equal(
         weights_after([(tensor, torch.from_numpy(LABELS[:8]))]), weights_after([(as_numpy, LABELS[:8])])
     )

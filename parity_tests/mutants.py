@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
 _STEP, _LOSS, _REDUCTION = "jaxddp/training/step.py", "jaxddp/loss.py", "jaxddp/communication/reduction.py"
 _FULL, _STAGES, _STAGE3 = "jaxddp/ddp.py", "jaxddp/zero/stages_1_and_2.py", "jaxddp/zero/stage3.py"
-_GATHER, _STATE, _MASTERS = "jaxddp/zero/gather.py", "jaxddp/training/model_state.py", "jaxddp/strategy.py"
+_GATHER, _MASTERS = "jaxddp/zero/gather.py", "jaxddp/strategy.py"
 _TRAIN = "jaxddp/training/train_test.py::test_"
 _OUTSIDERS = "jaxddp/training/outsiders_test.py::test_"
 _ZERO = "jaxddp/zero/strategies_test.py::test_"
@@ -151,7 +151,7 @@ MUTANTS = {
         ("jaxddp/training/model_state_test.py::test_a_micro_batch_without_examples_that_count_leaves_it",),
     ),
     "each rank keeps its own statistics": Mutant(
-        _STATE, "totals = sum_over_ranks(jax.tree.map(summand, model_state), ranks, MODEL_STATE_SCOPE)",
+        _STEP, "totals = sum_over_ranks(jax.tree.map(summand, model_state), ranks, MODEL_STATE_SCOPE)",
         "totals = jax.tree.map(lambda leaf: ranks.num_ranks * summand(leaf), model_state)",
         ("jaxddp/training/model_state_test.py::test_each_rank_normalises_its_examples_and_ranks_average_their_statistics",),
     ),

@@ -15,7 +15,7 @@ from jaxddp.cli.environment import num_cores
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import build
 from jaxddp.strategy import without_communication
-from jaxddp.training.jit_baseline import auto_step
+from jaxddp.training.step import auto_step
 
 from ..ranks import Ranks, mesh_of
 from .setup import Run, StrategySpec, TrainingSetup

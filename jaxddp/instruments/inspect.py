@@ -16,7 +16,7 @@ from ..network import Network
 from ..planning.machine import network_in_words, network_of, target as machine_of
 from ..registry import make_strategy
 from ..strategy import Strategy
-from ..training.jit_baseline import auto_step
+from ..training.step import auto_step
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
 from . import targets

@@ -30,7 +30,7 @@ from ..ddp import naive
 from ..mesh import DATA_AXIS, axes_of_ranks
 from ..planning.chips import Target, target
 from ..plugins import cuda_plugins, devices
-from ..training.programs import no_mesh, register_compiler
+from ..training.programs import COMPILERS, no_mesh
 from ..training.train import Trainer, TrainState
 
 TIMEOUT_S = 600.0
@@ -67,7 +67,7 @@ def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh
     """Builds a target's mesh, to trace, plan and compile for; ``axis`` and ``replicas`` are as in ``data_mesh``."""
     named = target(spec)
     device = AbstractDevice(device_kind=named.spec, num_cores=None, platform=named.platform)
-    register_compiler(device, lambda *args, **options: start_compile_for_target(*args, **options).result())
+    COMPILERS[device] = lambda *args, **options: start_compile_for_target(*args, **options).result()
     sizes = axes_of_ranks(named.num_devices, axis, replicas)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)

@@ -1,9 +1,8 @@
 """Processes agree on what they train and on their batches, through the key-value store of ``jax.distributed``.
 
 Programs that differ would wait for each other in their collectives. So what must be alike is compared before the first
-one: the model when a state is made, the batch and its plan before a step is compiled for shapes that are new. A step
-whose shapes are known needs no communication. Where the shapes of one process alone are new, the others do not come:
-it raises, and the watchdog ends them with its reason.
+one: the model when a state is made, the batch and its plan before a step is compiled for new shapes. Where the shapes
+of one process alone are new, the others do not come: it raises, and the watchdog ends them with its reason.
 """
 
 import contextlib
@@ -30,11 +29,8 @@ def warn_if_alone() -> None:
     with contextlib.suppress(ValueError):  # variables that describe no job
         job = find_job()
     if job is not None and job.num_processes > 1 and jax.process_count() == 1:
-        warnings.warn(
-            f"this process trains alone, one of {job.num_processes} that {job.launcher} has started: to train together,"
-            " call jaxddp.start_process() before anything else uses JAX",
-            stacklevel=3,
-        )
+        alone = f"this process trains alone, one of {job.num_processes} that {job.launcher} has started"
+        warnings.warn(f"{alone}: call jaxddp.start_process() before anything else uses JAX", stacklevel=3)
 
 
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
@@ -55,11 +51,8 @@ def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
     except RuntimeError as error:
         wait_for_end()
         name, value = next(iter(alike.items()))
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{name} (={value!r}) must be compared with process {len(everyone)}, not here within {timeout_s:g} s:"
-            f" {reason}"
-        ) from error
+        other = f"process {len(everyone)}, not here within {timeout_s:g} s: {str(error).splitlines()[0]}"
+        raise ValueError(f"{name} (={value!r}) must be compared with {other}") from error
     end_step()
     if fault := disagreement(everyone):
         raise ValueError(fault)

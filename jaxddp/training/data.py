@@ -3,14 +3,8 @@
 A text of ``B`` bytes holds ``(B - 1) // T`` windows of ``T = context`` tokens; window ``i`` reads the bytes from
 ``i T`` on and predicts the bytes from ``i T + 1`` on, so every byte but the first is predicted exactly once. The last
 windows are held out. The others are permuted again in every epoch, and step ``s`` takes windows ``s b`` to
-``(s + 1) b - 1`` of the concatenated epochs: a run can be resumed, or repeated on another number of ranks.
-
-    ============================  =========================  ====================================
-    array                         global batch               on rank r of N
-    ============================  =========================  ====================================
-    tokens, targets (int32)       [batch_size, context]      [batch_size / N, context]
-    rows of the global batch      0 ... b - 1                r b / N ... (r + 1) b / N - 1
-    ============================  =========================  ====================================
+``(s + 1) b - 1`` of the concatenated epochs, of which rank ``r`` of ``N`` has rows ``r b / N`` to
+``(r + 1) b / N - 1``: a run can be resumed, or repeated on another number of ranks.
 """
 
 import functools
@@ -61,9 +55,8 @@ class Corpus:
             text, self.source = Path(path).read_bytes(), str(path)
         num_windows = (len(text) - 1) // context
         if num_windows < 1:
-            raise ValueError(
-                f"text of {self.source} (={len(text)} bytes) must be longer than one context (={context} tokens)"
-            )
+            said = f"text of {self.source} (={len(text)} bytes)"
+            raise ValueError(f"{said} must be longer than one context (={context} tokens)")
         self.num_bytes, self.crc32 = len(text), zlib.crc32(text)  # held-out part included
         self.num_validation_windows = min(max(round(num_windows * holdout), 1), num_windows - 1)
         self.num_windows = num_windows - self.num_validation_windows
@@ -73,7 +66,7 @@ class Corpus:
         """Gives a rank's rows of the global batch of a step, from 0; no batch depends on an earlier one.
 
         Returns:
-            ``{"tokens": [batch_size / num_ranks, context], "targets": the same, one byte later}``.
+            ``{"tokens": int32[batch_size / num_ranks, context], "targets": the same, one byte later}``.
 
         Raises a ValueError if the batch cannot be split.
         """

@@ -21,10 +21,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from ..loss import PerExample, Sum, map_parts
-from .validation import count_examples, host_arrays, is_global
+from .validation import count_examples, host_arrays
 
 Watched = Callable[[], AbstractContextManager[Any]]
-Run = Callable[[Any, np.ndarray], tuple[dict[str, Any], jax.Array]]
+Run = Callable[[tuple[Any, np.ndarray]], tuple[dict[str, Any], jax.Array]]
 """``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``loss.Measure`` gives them, and
 ``is_real`` of all."""
 
@@ -34,7 +34,7 @@ def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Wa
     found: list[Any] = []
     running: list[Any] = []  # the last batch
     for inputs in _padded(batches, by_rank, watched):
-        before, running = running, [run(*inputs)]
+        before, running = running, [run(inputs)]
         found += jax.device_get(before)  # read while the devices compute
     found += jax.device_get(running)
     masks = [is_real for _, is_real in found]
@@ -60,12 +60,11 @@ def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[
     placed: Any = by_rank.addressable_devices_indices_map((by_rank.num_devices,))
     num_local = len({indices[0].start for indices in placed.values()})  # a rank may have several devices
     is_job = not by_rank.is_fully_addressable
-    most: dict[Any, int] = {}  # rows of a rank, by the shapes of an example
+    most = 0  # rows of a rank
     iterator, end, last = _each(batches), object(), None
     while True:
         batch = next(iterator, end)
         if batch is not end:
-            batch = jax.tree.map(lambda leaf: _local_rows(leaf, by_rank) if is_global(leaf) else leaf, batch)
             batch = host_arrays(batch)
         num_rows = -1 if batch is end else count_examples(batch)
         rows = np.array([-1 if batch is end else -(-num_rows // num_local)])
@@ -80,9 +79,8 @@ def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[
         if batch is end:
             batch = jax.tree.map(lambda leaf: np.empty((0, *leaf.shape[1:]), leaf.dtype), last)
         last = batch
-        key = tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in jax.tree.leaves(batch))
-        most[key] = max(int(rows.max()), most.get(key, 1))
-        is_real = np.arange(most[key] * num_local) < num_rows
+        most = max(int(rows.max()), most, 1)
+        is_real = np.arange(most * num_local) < num_rows
         yield jax.tree.map(functools.partial(_pad, is_real.size), batch), is_real
 
 
@@ -94,12 +92,6 @@ def _each(batches: Any) -> Iterator[Any]:
         is_leaf = jax.tree_util.all_leaves([batches])
         is_batch = not is_leaf or hasattr(batches, "shape") or not isinstance(batches, Iterable)
     return iter([batches] if is_batch else batches)
-
-
-def _local_rows(leaf: jax.Array, by_rank: NamedSharding) -> np.ndarray:
-    """Gives this process's rows of an array over several processes."""
-    shards = {shard.index[0].start: shard.data for shard in jax.device_put(leaf, by_rank).addressable_shards}
-    return np.concatenate([shards[start] for start in sorted(shards)])
 
 
 def _pad(size: int, leaf: Any) -> Any:

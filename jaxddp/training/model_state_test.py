@@ -147,7 +147,7 @@ EMPTY = {} if NUM_EMPTY else {"empty": np.zeros(0)}
 def mixed_state():
     return {
         "ema": jnp.zeros(3), "narrow": jnp.zeros((), jnp.float16), "count": jnp.zeros((), jnp.int32),
-        "seen": jnp.zeros((), bool), "key": jax.random.key(3),
+        "seen": jnp.zeros((), bool),
     } | EMPTY  # fmt: skip
 
 
@@ -159,7 +159,6 @@ def mixed_loss(params, state, batch, key):
         "narrow": state["narrow"] + 3e4,  # four of them are more than float16 holds
         "count": state["count"] + 1 + rank,
         "seen": rank == 0,
-        "key": jax.random.fold_in(state["key"], 7),
     }
     return loss, (state | new, {"rank": jnp.float32(rank)})
 
@@ -168,7 +167,7 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     trainer = trainer_of(mixed_loss, jaxddp.zero1(), has_aux=True)
     state = trainer.init({"w": jnp.ones((WIDTH, 1))}, model_state=mixed_state())
     batch = batches()[0]
-    planned = sorted(("all-reduce", num_bytes) for num_bytes in ((3 + 1) * 8, 4, 1, 2 * 4))
+    planned = sorted(("all-reduce", num_bytes) for num_bytes in ((3 + 1) * 8, 4, 1))
     assert sorted(trainer.programs(state).planned_sync(state)) == planned
     compiled = read_schedule(trainer.compile(state, batch)).collectives()
     assert sorted((c.kind, c.num_bytes) for c in compiled if c.is_model_state) == planned
@@ -176,7 +175,6 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
     found = trainer.model_state(state)
     np.testing.assert_allclose(found["ema"], batch["x"].mean(0)[:3], rtol=0, atol=1e-12)
     assert (found["count"], found["narrow"], found["seen"]) == (1, np.float16(3e4), True)
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(jax.random.fold_in(jax.random.key(3), 7))).all()
     assert metrics["aux"]["rank"] == (NUM_RANKS - 1) / 2
     other = trainer_of(mixed_loss, jaxddp.zero3(min_shard_elements=0), num_ranks=2, has_aux=True)
     with Checkpoints(tmp_path) as checkpoints:
@@ -184,7 +182,6 @@ def test_leaves_of_any_dtype_with_a_key_and_aux(tmp_path):
         restored, _ = checkpoints.restore(other, {"w": jnp.zeros((WIDTH, 1))}, model_state=mixed_state())
     again = other.model_state(restored)
     assert again["count"] == 1 and (np.asarray(again["ema"]) == np.asarray(found["ema"])).all()
-    np.testing.assert_array_equal(jax.random.key_data(again["key"]), jax.random.key_data(found["key"]))
 
 
 def test_a_micro_batch_without_examples_that_count_leaves_it():
@@ -199,24 +196,6 @@ def test_a_micro_batch_without_examples_that_count_leaves_it():
     batch = {"x": np.arange(1.0, 9.0), "mask": np.array([1.0, 1, 0, 0, 0, 0, 0, 0])}  # one of rank 0's two counts
     state, _ = trainer.step(state, batch)
     assert trainer.model_state(state)["mean"] == ((0.5 + 0.5 * 1.5) + 1.0) / 2
-
-
-def test_ranks_draw_from_keys_of_their_own_and_the_first_as_one_process():
-    def loss_fn(params, state, batch):
-        key, use = jax.random.split(state["key"])
-        return jnp.sum(params["w"]), ({"key": key}, jaxddp.PerExample(jax.random.uniform(use, (1,))))
-
-    trainer = trainer_of(loss_fn, jaxddp.bucketed(), has_aux=True)
-    key = jax.random.key(5)
-    state = trainer.init({"w": jnp.ones(2)}, model_state={"key": key})
-    for _ in range(2):
-        state, metrics = trainer.step(state, {"x": np.ones(NUM_RANKS)})
-        key, use = jax.random.split(key)
-        drawn = metrics["aux"]
-        assert len(np.unique(drawn)) == NUM_RANKS
-        np.testing.assert_allclose(drawn[0], jax.random.uniform(use, (1,))[0])
-    found = trainer.model_state(state)["key"]
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
 
 
 def test_evaluation_takes_it_and_leaves_it_and_must_know_that_it_is_none():
@@ -250,8 +229,10 @@ def test_bad_input():
     params, model_state = {"w": jnp.ones(2)}, {"a": jnp.ones(2)}
     assert "state_sync (='sum') must be one of mean, first" in refusal(make, has_state=True, state_sync="sum")
     for none in (None, ()):
-        assert "model_state must be given where" in refusal(make(has_state=True).init, params, model_state=none)
+        assert "must be given, an empty one" in refusal(make(has_state=True).init, params, model_state=none)
     assert "has_state=True" in refusal(make().abstract_state, params, model_state)
+    found = refusal(make(has_state=True).init, params, model_state={"a": jax.random.key(0)})
+    assert found == "model_state leaf 'a' must be no key, equal on all ranks: let loss_fn take key"
     assert "model_state leaf 'a' (=1.0)" in refusal(make(has_state=True).init, params, model_state={"a": 1.0})
     trainer = make(has_state=True, has_aux=True)
     found = refusal(trainer.step, trainer.init(params, model_state=model_state), {"x": np.ones(4)})

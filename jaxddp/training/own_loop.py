@@ -1,4 +1,4 @@
-"""For a loop of one's own, inside ``jax.shard_map``: mean gradients as planned, and a ``jit`` that keeps the plan."""
+"""For a loop of one's own, inside ``jax.shard_map``: mean gradients, sharded optimizers, a ``jit`` that keeps plans."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,25 +6,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
-from ..arguments import check_kind
-from ..communication.buckets import Bucket, BucketPlan
+from ..arguments import check_kind, check_optimizer, check_positive
+from ..communication.buckets import Bucket, BucketMb, BucketPlan, plan_buckets
 from ..communication.collectives import all_reduce, as_varying, broadcast, varying
+from ..communication.hooks import Hook
 from ..communication.reduction import check_grads, divide as divide_total
 from ..communication.traces import plan_trace, trace_gradients
 from ..ddp import all_reduce_grads
+from ..layout import whole
 from ..loss import denominator, divide, partial_loss, refuse_derivative
 from ..scopes import LOSS_SCOPE, SYNC_SCOPE
-from ..strategy import Ranks, Strategy
-from ..tree import like, named_leaves
-from .step import sum_over_ranks
+from ..strategy import Layout, Ranks, Strategy
+from ..tree import like, named_leaves, tensor_specs
+from ..zero.stages_1_and_2 import gather_shards, layout_shards, local_shards, reduce_scatter_grads
+from .step import clip_to_norm, global_norm, sum_over_ranks
 from .xla import compile_options
 
-_DIFFERENTIATED = (
-    "results of value_and_grad must not be differentiated in a jax.shard_map with check_vma=False, where ranks would"
-    " get derivatives of their own: leave check_vma on"
-)
+_DIFFERENTIATED = "results of value_and_grad must not be differentiated with check_vma=False: leave check_vma on"
 
 
 def value_and_grad(
@@ -33,9 +34,9 @@ def value_and_grad(
     """Gives the loss and its gradient, averaged over the ranks of an axis.
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
-    merges the collectives otherwise. Nothing is summed over other axes of the mesh but what autodiff sums. Gradients
-    that are zero whatever the batch is, as of an unused parameter, are not sent; all others are. Under ``check_vma``
-    those that vary over other axes too, such as of tensor parallelism, have buckets of their own.
+    merges the collectives otherwise. Over other axes of the mesh nothing is summed but what autodiff sums, and under
+    ``check_vma`` gradients that vary over them have buckets of their own. A gradient that is zero whatever the batch
+    is, as of an unused parameter, is not sent.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -52,8 +53,7 @@ def value_and_grad(
         has_aux: Whether the loss function returns auxiliary values, of the kinds that ``Trainer`` takes.
 
     Returns:
-        ``(params, batch, ...) -> (loss, gradients)``, with ``has_aux`` ``((loss, aux), gradients)``; further arguments
-        are the loss function's.
+        ``(params, batch, ...) -> (loss, gradients)``, with ``has_aux`` ``((loss, aux), gradients)``.
 
     Raises:
         ValueError: If the strategy shards; where the function is called, if the loss is not a scalar, or the results
@@ -78,10 +78,8 @@ def value_and_grad(
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_kind("axis", axis, str, "the name of a mesh axis")
     if strategy.gathers_in_loss or strategy.plan(()).kind != "all-reduce":
-        raise ValueError(
-            f"strategy (={strategy.name!r}) must not shard in value_and_grad: use a Trainer, or give the gradients of"
-            " jax.grad, which are this rank's, to jaxddp.shard_optimizer(optimizer, axis)"
-        )
+        instead = "use a Trainer, or jax.grad and jaxddp.shard_optimizer"
+        raise ValueError(f"strategy (={strategy.name!r}) must not shard in value_and_grad: {instead}")
 
     def on_rank(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         def local_loss(params: Any, batch: Any) -> Any:
@@ -103,7 +101,8 @@ def value_and_grad(
         local, (parts, _) = local_grads(params, batch)
         parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
         value, aux = divide(parts, num_ranks)
-        grads = _reduced(local, plan, axis, denominator(parts.loss, num_ranks), strategy.hook)
+        divisor = denominator(parts.loss, num_ranks)
+        grads = sync_gradients(local, plan, axis, denominator=divisor, hook=strategy.hook)
         result = (value, aux) if has_aux else value, grads
         if not varying(lax.axis_index(axis)):
             # Without check_vma, the derivative of a sum over ranks is that of one rank.
@@ -119,7 +118,9 @@ def value_and_grad(
     return on_rank
 
 
-def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.Array | float | None = None) -> Any:
+def sync_gradients(
+    grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.Array | float | None = None, hook: Hook | None = None
+) -> Any:
     """Sums a tree of gradients over the ranks of an axis as planned, and divides once; gives a tree like it.
 
     For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
@@ -138,28 +139,26 @@ def sync_gradients(grads: Any, plan: BucketPlan, axis: str, *, denominator: jax.
             plan will do, since nothing is sent.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
+        hook: How a bucket is summed, as ``bucketed`` takes it.
 
     Raises:
         ValueError: If plan and gradients differ in shapes.
     """
-    return _reduced(grads, plan, axis, lax.axis_size(axis) if denominator is None else denominator)
-
-
-def _reduced(grads: Any, plan: BucketPlan, axis: str, denominator: Any, hook: Any = None) -> Any:
     num_ranks, ready = lax.axis_size(axis), named_leaves(grads)
     check_grads(ready, plan, axis)
+    divisor = num_ranks if denominator is None else denominator
     axes = {name: varying(ready[name]) for name in plan.names}
     unsent = {name: grad for name, grad in ready.items() if name not in axes}
     if num_ranks > 1:
         # A plan may meet other gradients than it was made for. XLA drops the reductions of those that are constant.
         with jax.named_scope(SYNC_SCOPE):
             unsent = {name: _sum_if_not_constant(grad, axis) for name, grad in unsent.items()}
-    means = {name: divide_total(total, denominator) for name, total in unsent.items()}
+    means = {name: divide_total(total, divisor) for name, total in unsent.items()}
     for alike in dict.fromkeys(axes.values()):  # joined with what varies over another axis, it would vary too
         parts = [[tensor for tensor in one.tensors if axes[tensor.name] == alike] for one in plan.buckets]
         part = replace(plan, buckets=tuple(Bucket(tuple(tensors)) for tensors in parts if tensors))
         sent = {name: ready[name] for name in part.names}
-        means |= all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, part, denominator).grads
+        means |= all_reduce_grads(Ranks(axis, num_ranks, num_ranks), hook, sent, part, divisor).grads
     return like(grads, means)
 
 
@@ -195,14 +194,107 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
 
 
+def shard_optimizer(
+    optimizer: optax.GradientTransformation,
+    axis: str,
+    *,
+    bucket_mb: BucketMb = "default",
+    max_grad_norm: float | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that each rank keeps and updates 1/N of its state: ZeRO stage 1 in an optax transformation.
+
+    A reduce-scatter, the wrapped optimizer on this rank's shards, an all-gather: they replace the all-reduce of the
+    gradients, and send the same bytes.
+
+    ============ ========================= ===========================
+    tensor       ``update`` takes          ``update`` returns
+    ============ ========================= ===========================
+    gradient     ``[shape]``, this rank's
+    state        ``[..., c]``, this rank's ``[..., c]``, this rank's
+    update                                 ``[shape]``, equal on all
+    ============ ========================= ===========================
+
+    Call ``init`` and ``update`` inside ``jax.shard_map`` or ``jax.pmap``; ``sharded_specs`` gives the state's specs.
+    Give ``update`` gradients that are not yet summed over ranks: it averages them. Compile the caller with
+    ``jaxddp.compile_options(jaxddp.zero1(), platform)``, or XLA merges the buckets.
+
+    Args:
+        optimizer: Element-wise.
+        axis: Name of the mesh axis.
+        bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
+        max_grad_norm: Clips the norm of the averaged gradient to this value; where parameters are split over other axes
+            as well, that of each part by itself.
+
+    Returns:
+        The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> import jaxddp
+        >>> mesh = jaxddp.data_mesh(4)
+        >>> params = {"w": jnp.ones(6)}
+        >>> optimizer = shard_optimizer(optax.adam(0.1), "data")
+        >>> specs = sharded_specs(optax.adam(0.1), params, num_ranks=4, axis="data")
+        >>> def step(params, x):
+        ...     state = optimizer.init(params)
+        ...     updates, state = optimizer.update({"w": x * params["w"]}, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs))
+        >>> params, state = run(params, jnp.arange(4.0))
+        >>> state[0].mu["w"].shape, state[0].mu["w"].addressable_shards[0].data.shape
+        ((8,), (2,))
+    """
+    check_optimizer(optimizer)
+    check_kind("axis", axis, str, "the name of a mesh axis")
+    if max_grad_norm is not None:
+        check_positive("max_grad_norm", max_grad_norm)
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def layout_of(tree: Any) -> Layout:
+        num_ranks = lax.axis_size(axis)
+        return layout_shards(whole(tree), optimizer, Ranks(axis, num_ranks, num_ranks))
+
+    def shards_of(tree: Any, layout: Layout) -> Any:
+        return like(tree, local_shards(named_leaves(tree), layout.cuts, axis))
+
+    def init(params: Any) -> Any:
+        layout = layout_of(params)
+        return layout.optimizer.init(shards_of(params, layout))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        layout, ready, num_ranks = layout_of(grads), named_leaves(grads), lax.axis_size(axis)
+        buckets = plan_buckets(reversed(tensor_specs(ready).values()), bucket_mb).buckets
+        plan = BucketPlan(buckets if num_ranks > 1 else (), gathers=buckets, kind="reduce-scatter")
+        check_grads(ready, plan, axis)
+        means = reduce_scatter_grads(ready, plan, layout, num_ranks)
+        shards = means.grads
+        if max_grad_norm is not None:
+            shards = clip_to_norm(shards, global_norm(means, layout), max_grad_norm)
+        held = None if params is None else shards_of(params, layout)
+        updates, state = optimizer.update(like(grads, shards), state, held, **extra_args)
+        full = gather_shards(named_leaves(updates), plan, layout.cuts, axis)
+        if num_ranks == 1:  # under check_vma, only what comes out of a collective leaves shard_map under P()
+            full = {name: lax.psum(leaf, axis) if varying(leaf) else leaf for name, leaf in full.items()}
+        return like(grads, full), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
+    """The partition specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``; a tree like it.
+
+    ``optimizer`` is the one that was wrapped, and ``params`` a tree of full arrays or ``jax.ShapeDtypeStruct``. Raises
+    a ValueError if the optimizer is not element-wise.
+    """
+    found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
+    return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)
+
+
 def jit(function: Callable[..., Any], strategy: Strategy, *, platform: str | None = None, **options: Any) -> Any:
     """Compiles as ``jax.jit`` does, with the options that keep the plan of a strategy; raises as ``compile_options``.
 
-    Args:
-        function: Around ``jax.shard_map``.
-        strategy: Whose plan it carries out.
-        platform: Of the devices, as for ``compile_options``; that of JAX's default device if None.
-        **options: Those of ``jax.jit``; ``compiler_options`` are added to the strategy's.
+    The platform is that of JAX's default device if None. ``compiler_options`` are added to the strategy's.
     """
     compiler_options = compile_options(strategy, platform or jax.default_backend())
     compiler_options |= options.pop("compiler_options", None) or {}

@@ -1,8 +1,7 @@
 """The programs of one model under one trainer: traced, planned, and compiled once for each shape of state and batch.
 
 A rank's step becomes a program over a mesh by ``shard_map``: the batch is split by rank, the state lies as its layout
-says, and the compile options keep the plan. A mesh of devices is compiled for here; whoever makes a mesh without
-devices registers what compiles for it.
+says, and the compile options keep the plan.
 """
 
 import math
@@ -27,7 +26,6 @@ from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
 from ..tree import named_leaves, split
 from . import step as steps
-from .model_state import planned_sync, step_with_state
 from .step import Run, TrainState
 from .validation import abstract, check_batch, host_arrays, signature
 from .xla import compile_options
@@ -38,22 +36,16 @@ Compile = Callable[..., Any]
 StepFunction = tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]
 """A function over a mesh, its abstract arguments, and the options of ``jax.jit`` to compile it with."""
 
-_COMPILERS: dict[AbstractDevice, Compile] = {}
-
-
-def register_compiler(device: AbstractDevice, compiler: Compile) -> None:
-    """Sets what compiles for meshes of a device that is not there, ``AbstractMesh.abstract_device``."""
-    _COMPILERS[device] = compiler
+COMPILERS: dict[AbstractDevice, Compile] = {}  # of devices that are not there; who makes a mesh of them adds its own
 
 
 def compiler_of(mesh: Mesh | AbstractMesh) -> Compile:
-    """What compiles for a mesh; a ValueError if it has no devices and nothing is registered that compiles for it."""
+    """What compiles for a mesh; a ValueError if it has no devices and ``COMPILERS`` has none for it."""
     if isinstance(mesh, Mesh):
         return lambda function, args, **options: jax.jit(function, **options).lower(*args).compile()
-    compiler = _COMPILERS.get(mesh.abstract_device)
-    if compiler is None:
+    if mesh.abstract_device not in COMPILERS:
         raise ValueError(f"mesh (={mesh}) has no devices: make it with jaxddp.data_mesh or jaxddp.targets.mesh")
-    return compiler
+    return COMPILERS[mesh.abstract_device]
 
 
 def no_mesh() -> AbstractContextManager[Any]:
@@ -70,7 +62,7 @@ class Programs:
         platform: Of the mesh.
         held: Describes a state of step 0, as it lies over the ranks, without a model state.
         shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
-        batch_sharding: How the arrays of a batch lie over the ranks: split along dimension 0.
+        batch_sharding: That of the arrays of a batch, split along dimension 0.
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:
@@ -169,32 +161,33 @@ class Programs:
 
     def planned_sync(self, state: TrainState) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives by which ranks agree on the model state at the end of a step."""
-        return planned_sync(state.model_state, self.layout.ranks.num_ranks, self.platform)
+        sync = partial(steps.sync_model_state, ranks=self.layout.ranks, how=self.run.state_sync)
+        with no_mesh():
+            typed = abstract(state.model_state, self.shardings.model_state)
+            program = jax.make_jaxpr(self._map(sync, (P(),), P()))(typed)
+        return [(one.kind, one.num_bytes) for one in traced_collectives(program, self.platform, of_loss=True)[0]]
 
     def step_function(self, state: TrainState, batch: Any) -> StepFunction:
         """Gives the step before it is compiled: for ``jax.jit(function, **options).lower(*args)``."""
         step = partial(steps.train_step, self.run, self.trace(state, batch), self.plan(state, batch))
-        if jax.tree.leaves(state.model_state):
-            step = partial(step_with_state, step, self.layout.ranks, self.run.state_sync)
         return self._over_mesh(partial(steps.guarded_step, step, self.run.nonfinite), state, batch, is_step=True)
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-        key = "step", signature(state, abstract(batch))
-        if key not in self._programs:
-            function, args, options = self.step_function(state, batch)
-            with no_mesh():
-                self._programs[key] = self._compile(function, args, **options)
-        return self._programs[key]
+        return self._compiled(("step", signature(state, batch)), partial(self.step_function, state, batch))
 
     def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""
+        check_batch(batch, self.layout.ranks.num_ranks, 1)
+        on_rank = partial(steps.evaluate, self.run)
+        if measure is not None:
+            on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
         key = "evaluate", measure, signature(state, batch)
+        return self._compiled(key, partial(self._over_mesh, on_rank, state, batch))
+
+    def _compiled(self, key: Any, make: Callable[[], StepFunction]) -> Any:
         if key not in self._programs:
-            on_rank = partial(steps.evaluate, self.run)
-            if measure is not None:
-                on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
-            function, args, options = self._over_mesh(on_rank, state, batch)
+            function, args, options = make()
             with no_mesh():
                 self._programs[key] = self._compile(function, args, **options)
         return self._programs[key]

@@ -24,49 +24,55 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..processes.replicas import replicas_differ
 from ..tree import named_leaves
-from .step import TrainState
+from .programs import no_mesh
+from .train import Trainer, TrainState
+from .validation import with_arrays
 
 
-def compare_replicas(state: TrainState, mesh: Mesh) -> None:
-    """Raises a ReplicaError if ranks differ in what they hold of the same part of a leaf."""
-    named = named_leaves(state).items()
+def check_replicas(trainer: Trainer, state: TrainState) -> None:
+    """Checks that ranks hold the same, bit for bit, of what each of them has in full.
+
+    That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
+    under zero3; counters, keys and the model state under all. It takes a pass over them on each device, and processes
+    exchange 4 bytes a leaf and device.
+
+    Raises:
+        ReplicaError: If they differ; it names the leaf and the ranks.
+    """
+    trainer._check_devices("check_replicas", "compile")
+    trainer.programs(state)  # refuses another trainer's
+    mesh: Any = trainer.mesh
     # One on a single device, such as a learning rate that a user has set, has no replica.
+    named = named_leaves(with_arrays(state)).items()
     leaves = {name: leaf for name, leaf in named if leaf.size and len(leaf.sharding.device_set) > 1}
-    sums = _all_checksums(list(leaves.values()), mesh)
-    ranks = {device: rank for rank, device in enumerate(mesh.devices.flat)}
+    if not leaves:
+        return
+    with trainer._watched(), no_mesh():
+        sums: Any = jnp.stack([_by_device(mesh, leaf.sharding.spec)(leaf) for leaf in leaves.values()])
+        if not sums.is_fully_addressable:
+            sums = multihost_utils.process_allgather(sums, tiled=True)
     differing: dict[str, list[int]] = {}
-    for (name, leaf), column in zip(leaves.items(), sums.T.tolist(), strict=True):
+    for (name, leaf), of_ranks in zip(leaves.items(), np.asarray(sums).tolist(), strict=True):
+        parts = leaf.sharding.devices_indices_map(leaf.shape)
         groups: dict[str, list[int]] = {}  # ranks by the part of the leaf that they hold
-        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            groups.setdefault(str(index), []).append(ranks[device])
+        for rank, device in enumerate(mesh.devices.flat):
+            groups.setdefault(str(parts[device]), []).append(rank)
         for group in groups.values():
-            ((most, _),) = Counter(column[rank] for rank in sorted(group)).most_common(1)
-            if others := [rank for rank in group if column[rank] != most]:
+            ((most, _),) = Counter(of_ranks[rank] for rank in group).most_common(1)
+            if others := [rank for rank in group if of_ranks[rank] != most]:
                 differing.setdefault(name, []).extend(others)
     if differing:
         name, others = next(iter(differing.items()))
         raise replicas_differ(name, sorted(others), len(differing) - 1, int(state.step))
 
 
-def _all_checksums(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
-    """Gives ``[num_ranks, num_leaves]``, uint32; processes exchange theirs."""
-    arrays = [_checksum_by_device(mesh, leaf.sharding.spec)(leaf) for leaf in leaves]  # type: ignore[attr-defined]
-    found = [{shard.device: np.asarray(shard.data)[0] for shard in array.addressable_shards} for array in arrays]
-    sums = np.array([[of_leaf.get(device, 0) for of_leaf in found] for device in mesh.devices.flat], np.uint32)
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
-        sums = multihost_utils.process_allgather(sums).sum(0, dtype=np.uint32)  # a device is of one process
-    return sums
-
-
 @functools.cache
-def _checksum_by_device(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
-    """Gives ``[num_ranks]``, without a collective; compiled once for a shape, not once for each device."""
-
-    def on_device(held: jax.Array) -> jax.Array:
-        return _checksum(held)[None]
-
+def _by_device(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """Gives the checksums of a leaf, ``[devices]``; compiled once for a shape, not once for each device."""
     by_device = PartitionSpec(mesh.axis_names)
-    checksums = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False)
+    checksums = jax.shard_map(
+        lambda held: _checksum(held)[None], mesh=mesh, in_specs=spec, out_specs=by_device, check_vma=False
+    )
     return jax.jit(checksums, out_shardings=NamedSharding(mesh, by_device))  # else JAX drops axes that are not of ranks
 
 

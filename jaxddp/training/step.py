@@ -10,6 +10,18 @@ batch                            [global_batch / num_ranks, ...]
     grads  = strategy.reduce(grads)                  mean over ranks, or over weights: all of it, or this rank's shards
     grads *= min(1, max_grad_norm / norm)
     params, opt_state = strategy.update(grads, opt_state, params)
+
+The model state, such as BatchNorm's running statistics, goes through a rank's micro-batches, of which one of weight 0
+leaves it as it was; then ranks agree on it:
+
+| leaf           | ``"mean"``                 | ``"first"``, as DDP's ``broadcast_buffers`` |
+|----------------|----------------------------|---------------------------------------------|
+| floating       | sum over ranks of x_r, / N | x_0                                         |
+| others: counts | x_0                        | x_0                                         |
+
+This is one all-reduce for floats and one for each other dtype, beside those of the gradients. The mean of running
+variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function average
+over the axis (``flax.linen.BatchNorm(axis_name="data")``).
 """
 
 from collections.abc import Callable
@@ -18,18 +30,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec
 
 from ..communication.buckets import BucketPlan
 from ..communication.collectives import all_gather
 from ..communication.reduction import Means, divide as divide_total, order_token, sends_uncopied, sum_of_squares
 from ..communication.traces import GradientTrace
 from ..loss import PartialLoss, Parts, PerExample, denominator, divide, map_per_example
-from ..scopes import LOSS_SCOPE, METRICS_SCOPE, OPTIMIZER_SCOPE
+from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE
 from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split
 from .wide_products import with_wide_products
+
+STATE_SYNC = ("mean", "first")
 
 
 class TrainState(NamedTuple):
@@ -130,8 +146,30 @@ def train_step(
             grads = clip_to_norm(grads, metrics["grad_norm"], run.max_grad_norm)
         grads = {name: grad.astype(layout.dtypes[name]) for name, grad in grads.items()}
         trainable, opt_state = strategy.update(grads, state.opt_state, trainable, plan, layout, loss)
+    if jax.tree.leaves(model_state):
+        model_state = sync_model_state(model_state, ranks, run.state_sync)
     new = TrainState(state.step + 1, merge(trainable, frozen), opt_state, state.key, model_state)
     return new, metrics, parts.loss.weight
+
+
+def auto_step(
+    loss_fn: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """The baseline of all strategies: a step to be jitted with a replicated state and a batch sharded by rank.
+
+    XLA's partitioner adds the reductions, merges them, and schedules them by its own model of the network. The metrics
+    are those of ``train_step``.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updated = optax.apply_updates(state.params, updates)
+            metrics = {"loss": loss, "grad_norm": jnp.sqrt(sum_of_squares(jax.tree.leaves(grads)))}
+        return TrainState(state.step + 1, updated, opt_state, state.key), metrics
+
+    return step
 
 
 def over_microbatches(
@@ -206,6 +244,30 @@ def sum_over_ranks(parts: Any, ranks: Ranks, scope: str = METRICS_SCOPE) -> Any:
             for place, total in zip(alike, unravel(lax.psum(flat, ranks.axis)), strict=True):
                 leaves[place] = total
     return jax.tree.unflatten(structure, leaves)
+
+
+def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
+    """Makes the ranks' model states one; ``how`` is of ``STATE_SYNC``."""
+
+    def is_mean(leaf: jax.Array) -> bool:
+        return how == "mean" and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+    def summand(leaf: jax.Array) -> jax.Array:
+        if ranks.other_axes:
+            with jax.named_scope(OTHER_AXES_SCOPE):  # or XLA sums the blocks into which the loss has split a leaf
+                leaf = lax.with_sharding_constraint(leaf, PartitionSpec())
+        numbers = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:  # of 16 bits, sums could overflow
+            numbers = leaf.astype(jnp.float32)
+        # Not times 0: the other ranks' may be NaN.
+        is_sent = is_mean(leaf) | (lax.axis_index(ranks.axis) == 0)
+        return jnp.where(is_sent, numbers, jnp.zeros_like(numbers))
+
+    def result(leaf: jax.Array, total: jax.Array) -> jax.Array:
+        return (total / ranks.num_ranks if is_mean(leaf) else total).astype(leaf.dtype)
+
+    totals = sum_over_ranks(jax.tree.map(summand, model_state), ranks, MODEL_STATE_SCOPE)
+    return jax.tree.map(result, model_state, totals)
 
 
 def guarded_step(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -30,17 +29,15 @@ from ..loss import Measure, partial_loss
 from ..mesh import DATA_AXIS, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
-from ..tree import check_params, is_floating, merge, named_leaves, split
+from ..tree import check_params, is_floating, is_key, merge, named_leaves, split
 from ..zero.elementwise import describe_update
 from .agreement import BATCH_S, check_alike, gather_texts, warn_if_alone
 from .ema import EmaState
 from .evaluation import evaluate_batches
-from .model_state import STATE_SYNC
 from .placement import describe, from_first_process, full_arrays, place
 from .programs import Programs, compiler_of, no_mesh
-from .replicas import compare_replicas
-from .step import Run, TrainState as TrainState
-from .validation import abstract, check_batch, check_state, host_arrays, is_global, leaf_specs, signature, with_arrays
+from .step import STATE_SYNC, Run, TrainState as TrainState
+from .validation import abstract, check_state, host_arrays, is_global, leaf_specs, signature, with_arrays
 
 NONFINITE = ("ignore", "skip")
 
@@ -66,7 +63,7 @@ class Trainer:
             scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are ``Mean``,
             ``Sum`` or ``PerExample``; anything else is refused.
         has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which is
-            given to ``init``. It is not optimized, and each micro-batch takes the state of the one before it.
+            given to ``init``. Each micro-batch takes the state of the one before it.
         state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over ranks;
             ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
         max_grad_norm: Clips the global norm of the averaged gradient to this value.
@@ -75,16 +72,15 @@ class Trainer:
             hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None, before they are
             added up. Batch and model state are not cast. None: no masters.
         grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
-        nonfinite: What ``step`` does if the loss or the norm of the averaged gradient is NaN or infinite, or an element
-            of the model state no longer is finite. They are the same on all ranks, so all do it in the same step.
-            ``"ignore"``: nothing. ``"skip"``: leaves parameters, optimizer and model state as they were, bit for bit,
-            counts the step, and says so in ``metrics["skipped"]``, on which a loop may end.
+        nonfinite: What all ranks do in a step whose loss or norm of the averaged gradient is NaN or infinite, or after
+            which an element of the model state no longer is finite. ``"ignore"``: nothing. ``"skip"``: parameters,
+            optimizer and model state stay as they were, bit for bit, and ``metrics["skipped"]`` says so.
         axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
         param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
             of ``PartitionSpec`` like the parameters, or a prefix of it.
 
     Raises:
-        ValueError: If the mesh has other axes than ``data_mesh`` makes or no devices, or a number is out of range.
+        ValueError: If an option is out of range, or the mesh has no devices or axes that no option explains.
 
     Example:
         >>> import jax.numpy as jnp, optax, jaxddp
@@ -140,9 +136,7 @@ class Trainer:
             types = tuple(AxisType.Auto if name in self.ranks.other_axes else kind for name, kind in kinds)
             object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types))
         if (self.param_specs is None) == bool(self.ranks.other_axes):
-            raise ValueError(
-                f"param_specs must be given if the mesh has other axes than {self.ranks.axis}, and only then"
-            )
+            raise ValueError(f"param_specs must be given if, and only if, the mesh has axes beside {self.ranks.axis}")
         compiler_of(self.mesh)
 
     def __repr__(self) -> str:
@@ -176,7 +170,7 @@ class Trainer:
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
 
-        Several processes may call it with different parameters: those of process 0 count.
+        Of several processes, the arrays and the seed of process 0 count.
 
         Args:
             params: A tree of arrays, which stay the caller's.
@@ -188,27 +182,18 @@ class Trainer:
 
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, the mesh is a target's, processes differ in versions,
-                options, strategy, optimizer or parameters by name, shape or dtype, or ``model_state`` is missing with
-                ``has_state`` or given without.
+                element-wise where its state is sharded, the mesh is a target's, processes differ in what they train,
+                or ``model_state`` is missing with ``has_state`` or given without.
         """
         self._check_devices("init", "abstract_state")
         warn_if_alone()
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
-        trained = split(params, self.trainable)[0]
-        for name, leaf in named_leaves(trained).items():
-            if (dtype := jnp.dtype(leaf.dtype)).itemsize < 4:
-                warnings.warn(
-                    f"parameter {name!r} is {dtype}: updates below its last place are lost, and training stalls; give"
-                    " init float32 parameters, and Trainer a compute_dtype",
-                    stacklevel=2,
-                )
-                break
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
             check_alike(self._fingerprint() | shapes)
+            trained = split(params, self.trainable)[0]
             check_alike({"optimizer": describe_update(self.optimizer, trained, list(self.mesh.shape.items()))})
             params, model_state, seed = from_first_process((params, model_state, seed))
         model, axis = self._describe(params), self.ranks.axis
@@ -225,8 +210,7 @@ class Trainer:
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
         """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
 
-        Takes what ``init`` takes, or ``jax.ShapeDtypeStruct`` in place of arrays, and refuses what ``init`` refuses of
-        it; gives a state of ``jax.ShapeDtypeStruct``.
+        Takes what ``init`` takes, or ``jax.ShapeDtypeStruct``, and gives a state of ``jax.ShapeDtypeStruct``.
         """
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
@@ -257,7 +241,8 @@ class Trainer:
             if not all(hasattr(leaf, "aval") for leaf in leaves):
                 return self.step(jax.tree.map(jnp.asarray, state), batch)  # numbers that a user has set
             model = self.programs(state)
-            batch = self._agree(model, batch, self.num_microbatches, state)
+            if jax.process_count() > 1:
+                batch = self._agree(model, batch, state)
             self._steps[key] = model, model.step(state, batch)
         model, program = self._steps[key]
         return self._run(model, program, state, self._place(model, batch), is_call=False)
@@ -266,8 +251,7 @@ class Trainer:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
 
         A loss function gets no key here: the default of its own, such as ``key=None``, says what it does then. With
-        ``has_state`` it must take one, and where it is None normalise by the running statistics; the model state that
-        it returns is dropped.
+        ``has_state`` it must take one, and where it is None normalise by the running statistics.
 
         Args:
             state: Kept as it is.
@@ -283,29 +267,28 @@ class Trainer:
             Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
             on the host, over all examples of all batches and processes: means and sums in float64 (of integers in
             int64, within a batch in 32 bits), and values of single examples in the order of the batches and, within
-            one, of the processes. A batch takes one all-reduce, one more for each integer dtype, an all-gather for each
-            ``PerExample``, and one of a byte per example, which tells padding.
+            one, of the processes.
 
         Raises:
             ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        if eval_fn is None:
-            return self._evaluate(state, batches)
-        measure = Measure(eval_fn, self.has_state)
-        return evaluate_batches(
-            lambda *inputs: self._evaluate(state, inputs, measure), batches, self.batch_sharding, self._watched
-        )
-
-    def _evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
+        measure = None if eval_fn is None else Measure(eval_fn, self.has_state)
         model, state = self.programs(state), with_arrays(state)
-        batch = self._agree(model, host_arrays(batch), 1)
-        program = model.evaluate(state, batch, measure)
-        if jax.process_count() > 1 and (measure, signature(batch)) not in self._agreed:  # else measures would be mixed
-            check_alike({"what evaluate measures": str(describe(program.out_info))}, BATCH_S)
-            self._agreed.add((measure, signature(batch)))
-        return self._run(model, program, state, batch)
+
+        def run(batch: Any) -> Any:
+            batch = host_arrays(batch)
+            if jax.process_count() > 1:
+                batch = self._agree(model, batch)
+            program = model.evaluate(state, batch, measure)
+            key = measure, signature(batch)
+            if jax.process_count() > 1 and key not in self._agreed:  # else measures would be mixed
+                check_alike({"what evaluate measures": str(describe(program.out_info))}, BATCH_S)
+                self._agreed.add(key)
+            return self._run(model, program, state, self._place(model, batch))
+
+        return run(batches) if measure is None else evaluate_batches(run, batches, self.batch_sharding, self._watched)
 
     def _run(self, model: Programs, program: Any, state: TrainState, batch: Any, is_call: bool = True) -> Any:
         with self._watched(is_call) as results:
@@ -355,8 +338,8 @@ class Trainer:
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
-        It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer keeps no
-        average, several, or one of some parameters alone: chain ``jaxddp.params_ema``.
+        It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer does not
+        keep one average, of all parameters that are trained: chain ``jaxddp.params_ema``.
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
@@ -365,9 +348,7 @@ class Trainer:
         found = [one.ema for one in states if isinstance(one, EmaState)]
         if len(found) != 1:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
-        ema = found[0]
-        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(split(state.params, self.trainable)[0])):
-            raise ValueError("params_ema must average all parameters that are trained, and averages some of them")
+        (ema,) = found
         if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
@@ -388,8 +369,7 @@ class Trainer:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
         State and global batch are of arrays or ``jax.ShapeDtypeStruct``. On the mesh of a target it is what would run
-        there. Raises a ValueError if the batch cannot be split over ranks and micro-batches, or a target's compiler is
-        missing or refuses.
+        there.
         """
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
@@ -403,9 +383,8 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
-        Those of metrics are left out. ``programs(state)`` lists others: ``planned_sync(state)`` those by which ranks
-        agree on the model state, and ``planned_groups(state, batch)`` those of this list with the devices that take
-        part.
+        ``programs(state).planned_groups(state, batch)`` adds the devices that take part; ``planned_sync(state)`` there
+        lists those by which ranks agree on the model state.
         """
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
@@ -438,12 +417,12 @@ class Trainer:
     def _checked_model_state(self, model_state: Any) -> Any:
         is_missing = model_state is None or (isinstance(model_state, tuple) and not model_state)
         if self.has_state == is_missing:
-            raise ValueError(
-                "model_state must be given where Trainer has has_state=True, an empty one as {}, and only there"
-            )
-        model_state = () if is_missing else model_state
-        check_leaves("model_state", named_leaves(model_state))
-        return model_state
+            raise ValueError("model_state must be given, an empty one as {}, with has_state=True and only then")
+        leaves = named_leaves(model_state)
+        check_leaves("model_state", leaves)
+        if keys := [name for name, leaf in leaves.items() if is_key(leaf)]:
+            raise ValueError(f"model_state leaf {keys[0]!r} must be no key, equal on all ranks: let loss_fn take key")
+        return () if is_missing else model_state
 
     def programs(self, state: TrainState) -> Programs:
         """Gives the plans and programs of a state's model.
@@ -453,31 +432,19 @@ class Trainer:
         """
         check_state(state)
         model = self._models.get(signature(state.params))
-        if model is None:
-            is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
-            if is_cast or self.strategy.gathers_in_loss:
-                raise ValueError(
-                    f"the state's parameters are none that this trainer (strategy {self.strategy.name!r}, mesh"
-                    f" {dict(self.mesh.shape)}, compute_dtype {self.compute_dtype}) has made: call init or"
-                    " abstract_state with its parameters first"
-                )
+        is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
+        if model is None and not (is_cast or self.strategy.gathers_in_loss):  # else its full parameters are not known
             model = self._describe(state.params)
         ours, theirs = (
             (jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)])
-            for tree in (model.held.opt_state, state.opt_state)
+            for tree in (model and model.held.opt_state, state.opt_state)
         )
         is_empty = isinstance(state.model_state, tuple) and not state.model_state
-        if ours != theirs or self.has_state == is_empty:
+        if model is None or ours != theirs or self.has_state == is_empty:
             raise ValueError(
-                "state must be one that this trainer has made: this one is of another strategy, mesh, optimizer,"
-                " trainable, compute_dtype, has_state or model"
+                "state must be one that this trainer has made, by init or abstract_state: this one is of another"
+                " strategy, mesh, optimizer, trainable, compute_dtype, has_state or model"
             )
-        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(jax.tree.broadcast(model.shardings, state)), strict=True)
-        moved = [getattr(leaf, "committed", False) and not leaf.sharding.is_equivalent_to(ours, leaf.ndim)
-                 for leaf, ours in pairs]  # fmt: skip
-        if any(moved):
-            name = [*named_leaves(state)][moved.index(True)]
-            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is another's, or was moved")
         return model
 
     def _describe(self, params: Any) -> Programs:
@@ -503,35 +470,30 @@ class Trainer:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be alike in all processes, apart from parameters and batches."""
-        names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite".split()
-        options = {name: str(getattr(self, name)) for name in names}
+        names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite ranks"
+        options = {name: str(getattr(self, name)) for name in names.split()}
         layout = re.sub(r" at 0x[0-9a-f]+", "", f"{self.strategy.layout} {self.strategy.hook}")
         versions = {"jaxddp": __version__, "jax": jax.__version__}
-        ranks = {"num_ranks": self.num_ranks, "num_shards": self.ranks.num_shards}
-        return options | versions | {"strategy": self.strategy.name, "layout": layout} | ranks
+        return options | versions | {"strategy": self.strategy.name, "layout": layout}
 
-    def _agree(self, model: Programs, batch: Any, num_microbatches: int, state: TrainState | None = None) -> Any:
-        """Places a batch; refuses one that cannot be split, and processes whose batches or, to train, plans differ."""
-        if jax.process_count() > 1:
-            held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
-            key = model, signature(held), state is None
-            is_new = key not in self._agreed
-            if is_new:
-                # With another number of examples in each process, the mean over ranks would be one of unlike means.
-                check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
-                if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
-                    self._compare_rows(held)
-            batch = self._place(model, batch)
-            if is_new and state is not None:
-                alike = {}
-                with contextlib.suppress(ValueError):  # raised again once all processes have come
+    def _agree(self, model: Programs, batch: Any, state: TrainState | None = None) -> Any:
+        """Places a batch; refuses processes whose batches differ or, to train, their plans."""
+        held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
+        batch = self._place(model, batch)
+        key = model, signature(held), state is None
+        if key not in self._agreed:
+            # With another number of examples in each process, the mean over ranks would be one of unlike means.
+            alike = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
+            with contextlib.suppress(ValueError):  # raised again once all processes have come
+                if state is not None:
                     plan = model.plan(state, batch)
                     alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
                     alike["results and constant gradients"] = describe_results(model.trace(state, batch))
-                check_alike(alike, BATCH_S)
+            check_alike(alike, BATCH_S)
+            if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
+                self._compare_rows(held)
             self._agreed.add(key)
-        check_batch(batch, self.ranks.num_ranks, num_microbatches)
-        return self._place(model, batch)
+        return batch
 
     def _compare_rows(self, batch: Any) -> None:
         """Refuses processes that have the same ranks, along other axes of the mesh, and other rows for them."""
@@ -552,20 +514,3 @@ class Trainer:
             make = partial(jax.make_array_from_process_local_data, by_rank)
             batch = jax.tree.map(lambda leaf: leaf if is_global(leaf) else make(np.asarray(leaf)), batch)
         return jax.device_put(batch, by_rank)
-
-
-def check_replicas(trainer: Trainer, state: TrainState) -> None:
-    """Checks that ranks hold the same, bit for bit, of what each of them has in full.
-
-    That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
-    under zero3; counters, keys and the model state under all. It takes a pass over them on each device, and processes
-    exchange 4 bytes a leaf and device.
-
-    Raises:
-        ReplicaError: If they differ; it names the leaf and the ranks.
-    """
-    trainer._check_devices("check_replicas", "compile")
-    trainer.programs(state)  # refuses another trainer's
-    if isinstance(trainer.mesh, Mesh) and trainer.mesh.size > 1:
-        with trainer._watched(), no_mesh():
-            compare_replicas(with_arrays(state), trainer.mesh)

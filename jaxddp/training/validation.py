@@ -18,9 +18,7 @@ from .step import TrainState
 def check_state(state: TrainState) -> tuple[list[Any], Any]:
     """Flattens a state, and refuses what is none, and one that was donated: JAX 0.10 aborts when it runs on that."""
     if not isinstance(state, TrainState):
-        raise ValueError(
-            f"state (={type(state).__name__}) must be a TrainState, as Trainer.init or abstract_state gives it"
-        )
+        raise ValueError(f"state (={type(state).__name__}) must be a TrainState, as Trainer.init gives it")
     leaves, structure = jax.tree.flatten(state)
     try:
         gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]
@@ -41,8 +39,7 @@ def with_arrays(state: Any) -> Any:
 def leaf_specs(params: Any, param_specs: Any, mesh: Any, axes: Sequence[str]) -> Any:
     """Gives where full parameters lie along mesh axes that are not of ranks: a tree of ``Leaf``.
 
-    ``param_specs`` is a tree of ``PartitionSpec`` like ``params``, or a prefix. Refused are trees that do not fit, and
-    specs that name another axis, or one that does not divide a dimension.
+    ``param_specs`` is a tree of ``PartitionSpec`` like ``params``, or a prefix. A ValueError refuses what does not fit.
     """
     if not axes:
         return whole(params)
@@ -66,10 +63,8 @@ def check_batch(batch: Any, num_ranks: int, num_microbatches: int) -> None:
     """Refuses a batch that cannot be split over ranks, and by each of them into micro-batches."""
     length = count_examples(batch)
     if length % (num_ranks * num_microbatches) or length == 0:
-        raise ValueError(
-            f"batch (={length} examples) must be divisible by num_ranks x num_microbatches "
-            f"(={num_ranks} x {num_microbatches})"
-        )
+        parts = f"num_ranks x num_microbatches (={num_ranks} x {num_microbatches})"
+        raise ValueError(f"batch (={length} examples) must be divisible by {parts}")
 
 
 def count_examples(batch: Any) -> int:
@@ -81,9 +76,7 @@ def count_examples(batch: Any) -> int:
     lengths = {*found.values()}
     if len(lengths) != 1 or not isinstance(length := lengths.pop(), int):
         shown = dict(itertools.islice(found.items(), 8))  # lists have a leaf for each number
-        more = f" and {len(found) - len(shown)} more" * (len(found) > len(shown))
-        rule = "must be arrays whose dimension 0 counts examples, the same number in all"
-        raise ValueError(f"batch (={shown}{more}) {rule}")
+        raise ValueError(f"batch (={shown}) must be arrays whose dimension 0 counts examples, the same number in all")
     return length
 
 
@@ -97,9 +90,6 @@ def host_arrays(batch: Any) -> Any:
         if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
             continue
         leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf  # noqa: PLW2901
-        if str(getattr(leaf, "dtype", "")) == "torch.bfloat16":  # NumPy has none of its own
-            leaves[place] = jnp.from_dlpack(leaf)
-            continue
         array = np.asarray(leaf)
         # Cast here: under x64, device_put may give float32 again for an array that it took without (jax 0.10, 0.12).
         leaves[place] = kept = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

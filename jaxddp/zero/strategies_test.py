@@ -175,4 +175,4 @@ def test_bad_options_and_shards_of_an_unknown_model_are_refused(model):
     assert "min_shard_elements (=-1)" in refusal(jaxddp.zero3, min_shard_elements=-1)
     loss_fn, params, batch = model
     state, other = trainer_of(loss_fn, jaxddp.zero3()).init(params), trainer_of(loss_fn, jaxddp.zero3())
-    assert "call init or abstract_state with its parameters first" in refusal(other.step, state, batch)
+    assert "must be one that this trainer has made, by init or abstract_state" in refusal(other.step, state, batch)
