@@ -130,10 +130,10 @@ class TrainingSetup:
         return parts
 
 
-def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
+def check_batch(batch_size: int, num_ranks: int) -> None:
     """Raises ValueError if a batch cannot be split evenly."""
     if batch_size % num_ranks:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of {of} (={num_ranks})")
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={num_ranks})")
 
 
 def spec_of(name: str, model: str) -> StrategySpec:

@@ -2,10 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import buckets, gates, scaling, strategies
+from benchmarks import buckets, gates, strategies
 from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
-from benchmarks.scaling import efficiency
 from benchmarks.training import setup as module
 from benchmarks.training.setup import StrategySpec, spec_of
 
@@ -95,25 +94,3 @@ def test_caps_as_good_as_the_best_are_named():
     (found,) = buckets.best_caps(rows)
     assert (found["label"], found["as_good"]) == ("bucketed 5 MiB", "5, 25")
     assert len(list(buckets.plot(rows))) == 1
-
-
-def test_every_number_of_ranks_can_split_the_default_batch_of_scaling(monkeypatch):
-    def batches(**given):
-        return {(one.setup[0].ranks.num, one.setup[0].global_batch) for one in scaling.cases(options(**given))}
-
-    assert batches(on="processes", ranks=3) == {(1, 4), (1, 12), (2, 8), (2, 12), (3, 12)}
-    with_gpus(monkeypatch, 2, free_gib=1000)
-    assert batches() == {(1, 16), (1, 32), (2, 32)}
-
-
-def test_efficiency_is_relative_to_the_fewest_ranks():
-    rows = [
-        step("jaxddp", "flat", ms, mode=mode, num_ranks=num, device="cpu", cores=2)
-        for mode, times in (("strong", {1: 100.0, 2: 60.0, 4: 60.0}), ("weak", {1: 100.0, 2: 125.0}))
-        for num, ms in times.items()
-    ]
-    rows += [step("jaxddp", "flat", 1.0, mode="weak", num_ranks=8, check="FAILED: no")]
-    found = list(efficiency(rows))
-    assert [row["efficiency"] for row in found] == pytest.approx([1, 100 / 120, 100 / 240, 1, 0.8])
-    assert found[1]["low"] <= found[1]["efficiency"] <= found[1]["high"] and "low" not in found[0]
-    assert [row["check"] == "ok" for row in found] == [True, True, False, True, True]  # 4 ranks share 2 cores
