@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arguments import check_positive
-from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
+from ..network import GB, Network, from_file, measured
 from . import chips
 from .chips import Target
 from .formulas import DeviceRates
@@ -28,26 +28,25 @@ def target(spec: str, *, peaks: bool = False) -> Target:
 
 
 def network_of(
-    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None,
-    latency_us: float | None = None, file: str | None = None,
-) -> Network:  # fmt: skip
+    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None, file: str | None = None
+) -> Network:
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
-    None is as published. ``file`` has measured curves within a host in place of speed and latency.
+    None is as published. ``file`` has measured curves within a host.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
         between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
         per_host = target.devices_per_host
     if file is not None:
-        if gb_per_s is not None or latency_us is not None:
-            raise ValueError("gb_per_s and latency_us must be left out with --network-file: it has the times")
+        if gb_per_s is not None:
+            raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
         return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
-    if chip.is_measured and gb_per_s is latency_us is None:
+    if gb_per_s is None and chip.is_measured:
         return measured(target.spec, host_gb_per_s=between)
     speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
-    return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
+    return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:

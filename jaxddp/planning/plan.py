@@ -8,7 +8,7 @@ Norm gains are counted as if tensor parallelism split them too.
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..arguments import check_integer
 from ..communication.buckets import DEFAULT_BUCKET_MB, MIB, dtype_bytes
@@ -36,20 +36,18 @@ class TrainingJob:
     sequence_length: int = 1  # tokens that must stay on one rank; 1 for a model without sequences
     stage: int = 3  # of ZeRO: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
     per_parameter: PerParameter = FP32
-    accumulation_steps: int | None = None  # K, micro-batches per step; None for the fewest that fit
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
+        for name in ("fsdp", "tp", "sequence_length", "tokens"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
-        num_devices = self.cluster.target.num_devices
-        if num_devices % (self.fsdp * self.tp):
-            whole = f"{num_devices} devices of {self.cluster.target.spec}"
+        self.num_devices = self.cluster.target.num_devices
+        if self.num_devices % (self.fsdp * self.tp):
+            whole = f"{self.num_devices} devices of {self.cluster.target.spec}"
             raise ValueError(f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {whole}")
-        self.num_devices, self.num_data_ranks = num_devices, num_devices // self.tp  # X R work on different tokens
+        self.num_data_ranks = self.num_devices // self.tp  # X R work on different tokens
         self.dp = self.num_data_ranks // self.fsdp  # R
         self.least_tokens = self.num_data_ranks * self.sequence_length
-        self.pieces = self.least_tokens * (self.accumulation_steps or 1)  # of which a step has a multiple
         self.gathers = self.stage == 3 and self.fsdp > 1  # parameters, in every micro-batch
         # Groups that gather parameters, split matrices and reduce gradients.
         self.ranks = (self.fsdp, self.tp, self.dp) if self.gathers else (1, self.tp, self.num_data_ranks)
@@ -64,24 +62,23 @@ class TrainingJob:
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
             optimizer = self.held.optimizer - FP32.parameter
             self.held = self.held._replace(parameter=FP32.parameter, optimizer=optimizer)
-        tokens = self.tokens or self.pieces
-        if tokens < self.pieces or (self.sequence_length > 1 and tokens % self.pieces):
-            factors = f"{self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1}"
-            rule = f"sequence length x data ranks x accumulation steps (={factors}), and in sequences a multiple"
+        tokens, least = self.tokens or self.least_tokens, self.least_tokens
+        if tokens < least or (self.sequence_length > 1 and tokens % least):
+            factors = f"{self.sequence_length} x {self.num_data_ranks}"
+            rule = f"sequence length x data ranks (={factors}), and in sequences a multiple"
             raise ValueError(f"tokens (={tokens}) must be at least {rule}")
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
     """Plans a job, for ``json.dumps``: tokens rounded up, missing answers None."""
-    workload, cluster, chip, network = job.workload, job.cluster, job.cluster.target.chip, job.cluster.network
+    workload, cluster, chip = job.workload, job.cluster, job.cluster.target.chip
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
     tokens = _tokens(job, least)
     held = _bytes_per_device(job, tokens)
-    steps = job.accumulation_steps or _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
+    steps = _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
-    min_devices = _min_devices(job, held)
     total = sum(held.values())
     times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
     buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
@@ -97,7 +94,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "micro_batch": tokens / (job.least_tokens * num_microbatches),  # sequences, or tokens, of a data rank at once
         "fits": total < chip.memory_bytes,
         "accumulation_steps": steps,
-        "min_devices": min_devices,
+        "min_devices": _min_devices(job, held),
         # The others reduce once a step: held against all of its micro-batches.
         "compute_bound": tokens >= least * (num_microbatches if job.gathers or job.stage == 2 else 1),
         "bytes_per_device": {
@@ -117,10 +114,10 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "state_bytes_per_param": job.held._asdict(),
             "flops_per_s": rates.flops_per_s,  # at which a device computes the products of a forward
             "rates": None if cluster.is_by_hand else rates_in_words(chip),
-            "link_gb_per_s": network.gb_per_s,
-            "host_link_gb_per_s": network.host_gb_per_s,
-            "latency_us": network.latency_us,
-            "network_source": network.source,
+            "link_gb_per_s": cluster.network.gb_per_s,
+            "host_link_gb_per_s": cluster.network.host_gb_per_s,
+            "latency_us": cluster.network.latency_us,
+            "network_source": cluster.network.source,
         },
         "notes": _notes(job, total),
     }
@@ -165,12 +162,10 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
     """Bytes that each rank sends; updated parameters, where they are sent, in their own dtype."""
-    # Others reduce the accumulated sum.
-    reduced: Literal["every", "once"] = "every" if strategy in ("zero2", "zero3") else "once"
-    gradients, parameters = formulas.traffic(strategy, num_microbatches, reduced)
+    reduces_every = strategy in ("zero2", "zero3")  # others reduce the accumulated sum
+    gradients, parameters = formulas.traffic(strategy, num_microbatches, "every" if reduces_every else "once")
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
-    is_master = strategy in ("zero1", "zero2", "sharded_optimizer")
-    param_bytes = job.per_parameter.parameter if is_master else element_bytes
+    param_bytes = element_bytes if strategy == "zero3" else job.per_parameter.parameter
     units = gradients * element_bytes + parameters * param_bytes
     return round(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
@@ -200,8 +195,9 @@ def _tokens(job: TrainingJob, least: float) -> int:
         return job.tokens
     if math.isinf(least):
         raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    whole = math.ceil(least) if job.sequence_length == 1 else math.ceil(least / job.pieces) * job.pieces
-    return max(whole, job.pieces)
+    if job.sequence_length == 1:
+        return max(math.ceil(least), job.least_tokens)
+    return max(1, math.ceil(least / job.least_tokens)) * job.least_tokens
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
