@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..planning.formulas import FP32, MIXED, MIXED_ACCUMULATED
-from ..planning.machine import cluster_of, target
+from ..planning.machine import machine_of, target
 from ..planning.plan import TrainingJob, plan
 from ..planning.workload import Workload, feed_forward, transformer
 from ..sizes import SIZES, TransformerConfig
@@ -107,17 +107,19 @@ def _rows(found: Mapping[str, Any], indent: str = "", of: str = "") -> Iterator[
 
 def _job(arguments: argparse.Namespace) -> TrainingJob:
     workload, sequence_length = _workload(arguments)
-    machine = target(arguments.target, peaks=arguments.peaks)
+    asked = target(arguments.target, peaks=arguments.peaks)
     fsdp, tp = arguments.fsdp, arguments.tp
     if tp is None:
         tp = 4 if arguments.model == XXL and arguments.target == _TARGET and fsdp is None else 1
     if fsdp is None:
-        fsdp = max(1, machine.num_devices // max(1, tp))
+        fsdp = max(1, asked.num_devices // max(1, tp))
     memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
-    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
-    state = _STATES[arguments.precision]
-    return TrainingJob(workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage, state)
+    machine, network = machine_of(asked, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
+    return TrainingJob(
+        workload, machine, network, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
+        _STATES[arguments.precision], arguments.dtype,
+    )  # fmt: skip
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Workload, int]:

@@ -7,7 +7,7 @@ from jaxddp.cli.conftest import assert_refused
 from jaxddp.cli.plan import as_text
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import target
-from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.machine import machine_of
 from jaxddp.planning.plan import TrainingJob, plan
 from jaxddp.planning.plan_test import XL, XXL
 
@@ -117,16 +117,16 @@ def test_attention_checkpointing_and_rates(capsys):
     assert "by shape" in square["assumptions"]["rates"] and "assumed" in peaks["assumptions"]["rates"]
 
 
-def cluster(spec):
-    return cluster_of(target(spec), "bfloat16")
+def machine(spec):
+    return machine_of(target(spec), "bfloat16")
 
 
 PLANS = {
-    "book": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=16, tp=4)),
-    "too large": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=8, tokens=10_000)),
-    "no batch": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
-    "alone": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=1, tp=8)),
-    "small torus": plan(TrainingJob(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128)),
+    "book": plan(TrainingJob(XXL, *machine("v5p:64"), fsdp=16, tp=4)),
+    "too large": plan(TrainingJob(XXL, *machine("h100:8"), fsdp=8, tokens=10_000)),
+    "no batch": plan(TrainingJob(XXL, *machine("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
+    "alone": plan(TrainingJob(XXL, *machine("h100:8"), fsdp=1, tp=8)),
+    "small torus": plan(TrainingJob(XL, *machine("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128)),
 }
 
 

@@ -27,7 +27,7 @@ from jaxddp.planning.formulas import (
     times,
     traffic,
 )
-from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.machine import link_rates, machine_of
 from jaxddp.planning.plan_test import XL, XXL
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
@@ -105,10 +105,10 @@ OVERLAPPED = Assumptions(overlapped_axes=True)
 
 
 def test_the_books_machine():
-    cluster = cluster_of(target("v5p:64"), "bfloat16")
-    check(cluster.flops_per_s / (cluster.network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
-    assert cluster.torus == (4, 4, 4)
-    assert cluster.rates(16, 4) == BOOK._replace(dp_bytes_per_s=0)  # X.c_mesh
+    slice_of_64, network = machine_of(target("v5p:64"), "bfloat16")
+    assert slice_of_64.chip.flops_per_s["bfloat16"] == C and slice_of_64.torus == (4, 4, 4)
+    check(C / (network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
+    assert link_rates(slice_of_64, network, 16, 4) == (2 * W, W, 2 * W)  # X.c_mesh
 
 
 def test_the_least_compute_bound_batch():
