@@ -99,7 +99,7 @@ def test_devices_that_hold_the_large_model():
 
 
 C, W = 4.6e14, 1.8e11
-BOOK = DeviceRates(C, fsdp_bytes_per_s=2 * W, tp_bytes_per_s=W)
+BOOK = DeviceRates(C, 2 * W, W, 2 * W)
 PLAIN, EXACT, EXACT_BOTH = Assumptions(), Assumptions(ring_factors=True), Assumptions("both", ring_factors=True)
 OVERLAPPED = Assumptions(overlapped_axes=True)
 
@@ -108,17 +108,18 @@ def test_the_books_machine():
     slice_of_64, network = machine_of(target("v5p:64"), "bfloat16")
     assert slice_of_64.chip.flops_per_s["bfloat16"] == C and slice_of_64.torus == (4, 4, 4)
     check(C / (network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
-    assert link_rates(slice_of_64, network, 16, 4) == (2 * W, W, 2 * W)  # X.c_mesh
+    assert link_rates(slice_of_64, network, 16, 4) == BOOK[1:]  # X.c_mesh
 
 
 def test_the_least_compute_bound_batch():
     for rates, assumed, tokens in (  # X.c_answer
         (BOOK, PLAIN, 25301.7), (BOOK._replace(flops_per_s=4.59e14), PLAIN, 25233.7), (BOOK, OVERLAPPED, 20444.4),
-        (BOOK, EXACT, 22390.5), (DeviceRates(C, 2 * 9e10, 9e10), PLAIN, 66372.4),
-        (DeviceRates(C, 2 * 2.9e10, 2.9e10), PLAIN, math.inf), (DeviceRates(C, W, W), PLAIN, 50603.4),
+        (BOOK, EXACT, 22390.5), (DeviceRates(C, 2 * 9e10, 9e10, 9e10), PLAIN, 66372.4),
+        (DeviceRates(C, 2 * 2.9e10, 2.9e10, 2.9e10), PLAIN, math.inf), (DeviceRates(C, W, W, W), PLAIN, 50603.4),
         (BOOK, Assumptions("both"), 23445.0),
         # X.c_blog_fixed, each of 16 FSDP ranks
-        (DeviceRates(C, 2.9e10, 2.9e10), EXACT_BOTH, 16 * 36788.7), (DeviceRates(C, W, W), EXACT_BOTH, 16 * 2650.22),
+        (DeviceRates(C, 2.9e10, 2.9e10, 2.9e10), EXACT_BOTH, 16 * 36788.7),
+        (DeviceRates(C, W, W, W), EXACT_BOTH, 16 * 2650.22),
     ):  # fmt: skip
         check(min_tokens(XXL, rates, 16, 4, 1, assumed), tokens)
 
@@ -128,7 +129,7 @@ def test_the_least_compute_bound_batch():
 B, D, F = 300_000.0, 5120.0, 17_000.0
 GATED = feed_forward(width=int(D), hidden=int(F), num_matrices=3)
 HC, HW = 989.4e12, 450e9
-H100 = DeviceRates(HC, HW, HW)
+H100 = DeviceRates(HC, HW, HW, HW)
 FORWARD, BACKWARD = (Assumptions(passes, ring_factors=True) for passes in ("forward", "backward"))
 
 

@@ -130,12 +130,12 @@ _MULTIPLES = {"forward": (1, 1, 1, 0), "backward": (2, 2, 1, 1), "both": (3, 3, 
 
 
 class DeviceRates(NamedTuple):
-    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group. W_R is W_X when 0."""
+    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group."""
 
     flops_per_s: float
     fsdp_bytes_per_s: float
     tp_bytes_per_s: float
-    dp_bytes_per_s: float = 0
+    dp_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,7 @@ def times(
         (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
         gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
         reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
-        sums * halves * size_bytes * assumptions.ring(dp)
-        / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
+        sums * halves * size_bytes * assumptions.ring(dp) / (fsdp * tp * rates.dp_bytes_per_s),
     )  # fmt: skip
 
 
