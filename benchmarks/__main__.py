@@ -46,7 +46,7 @@ def make_options(strategies: Collection[str] = ()) -> dict[str, dict[str, Any]]:
         "strategies": {"nargs": "+", "choices": strategies, "metavar": "NAME",
                        "help": f"what to compare: {', '.join(strategies)}"},
         "target": {"metavar": "SPEC", "help": "chip and count to compile for, such as h100:8"},
-        "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "bucket caps"},
+        "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "caps, where one is taken"},
         "sizes_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "buffers"},
         "minutes": {"type": positive(float), "metavar": "N", "help": "of each framework (default: 60)"},
         "seed": {"type": int, "metavar": "N", "help": "of the faults (default: 0)"},

@@ -1,6 +1,5 @@
 """The benchmarks, by name."""
 
-from .buckets import BENCHMARK as BUCKETS
 from .calibrate import BENCHMARK as CALIBRATE
 from .collectives import BENCHMARK as COLLECTIVES
 from .gates import BENCHMARK as GATES
@@ -9,5 +8,5 @@ from .published import BENCHMARK as PUBLISHED
 from .soak import BENCHMARK as SOAK
 from .strategies import MAIN, STRATEGIES_BENCHMARK
 
-ALL = (MAIN, STRATEGIES_BENCHMARK, BUCKETS, COLLECTIVES, CALIBRATE, PUBLISHED, GATES, SOAK, PORTS)
+ALL = (MAIN, STRATEGIES_BENCHMARK, COLLECTIVES, CALIBRATE, PUBLISHED, GATES, SOAK, PORTS)
 BENCHMARKS = {one.name: one for one in ALL}

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import buckets, gates, strategies
+from benchmarks import gates, strategies
 from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
 from benchmarks.training import setup as module
@@ -88,9 +88,7 @@ def test_a_gate_is_judged_where_both_sides_took_turns():
     assert [row["check"] for row in gates.judge(apart)][4] == "not judged: the two did not take turns"
 
 
-def test_caps_as_good_as_the_best_are_named():
-    rows = [step("jaxddp", f"bucketed {cap} MiB", ms, bucket_mb=cap) for cap, ms in ((1, 100.0), (5, 90.0), (25, 90.0))]
-    rows += [step("jaxddp", "bucketed 50 MiB", 1.0, bucket_mb=50, check="WRONG: weights")]
-    (found,) = buckets.best_caps(rows)
-    assert (found["label"], found["as_good"]) == ("bucketed 5 MiB", "5, 25")
-    assert len(list(buckets.plot(rows))) == 1
+def test_caps_are_of_the_strategies_that_take_one():
+    (case,) = strategies.strategies_cases(options(ranks=2, strategies=["naive", "bucketed"], bucket_mb=[5.0, 1.0]))
+    specs = [StrategySpec("naive"), StrategySpec("bucketed", 1.0), StrategySpec("bucketed", 5.0)]
+    assert list(case.setup.strategies["jaxddp"]) == list(case.setup.strategies["torchref"]) == specs
