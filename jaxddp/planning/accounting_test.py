@@ -55,20 +55,22 @@ def test_parameters():
         assert model(*sizes).num_params == count
 
 
+def held(*arguments):
+    return sum(state_bytes(*arguments).values())
+
+
 def test_bytes_of_the_state():
     by_stage = {  # Z.mem, per parameter on 8 ranks
         FP32: (16, 9, 5.5, 2), MIXED: (16, 5.5, 3.75, 2), MIXED_ACCUMULATED: (20, 9.5, 4.25, 2.5),
     }  # fmt: skip
     for each, printed in by_stage.items():
-        assert tuple(sum(state_bytes(1, stage, 8, each)) for stage in range(4)) == printed
-    check(
-        [sum(state_bytes(7.5e9, stage, 64, MIXED)) / 1e9 for stage in range(4)], [120, 31.41, 16.64, 1.875]
-    )  # Z.paper
-    assert XXL.num_params == 219_848_638_464 and sum(state_bytes(XXL.num_params, 0)) == STATES  # X.params, X.states
+        assert tuple(held(1, stage, 8, each) for stage in range(4)) == printed
+    check([held(7.5e9, stage, 64, MIXED) / 1e9 for stage in range(4)], [120, 31.41, 16.64, 1.875])  # Z.paper
+    assert XXL.num_params == 219_848_638_464 and held(XXL.num_params, 0) == STATES  # X.params, X.states
     xl = model(10_000, 2560, 10_240, 32, 32)  # H26.fsdp_accounting: gains of norms are not sharded
     gains = sum(math.prod(shape) for name, shape in xl.tensors if name.endswith("norm"))
-    fsdp = sum(state_bytes(xl.num_params - gains, 3, 2)) + sum(state_bytes(gains, 0))
-    ddp, sharded = (sum(state_bytes(xl.num_params, stage, 2)) for stage in (0, 1))
+    fsdp = held(xl.num_params - gains, 3, 2) + held(gains, 0)
+    ddp, sharded = (held(xl.num_params, stage, 2) for stage in (0, 1))
     check(np.array([ddp, sharded, fsdp]) / GIB, [50.765, 38.074, 25.384])
 
 

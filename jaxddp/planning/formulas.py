@@ -69,19 +69,13 @@ MIXED = PerParameter(2, 2, 12)
 MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
 
 
-class StateBytes(NamedTuple):
-    """Bytes of the training state on one device; gradients with accumulators."""
-
-    parameters: float
-    gradients: float
-    optimizer_state: float
-
-
-def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
-    """Computes the training state on each of N ranks, without padding."""
+def state_bytes(
+    num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32
+) -> dict[str, float]:
+    """Computes the training state on each of N ranks by component, without padding; gradients with accumulators."""
     p, g, k, a = per_parameter
-    sharded_from = ((3, p), (2, g + a), (1, k))
-    return StateBytes(*(num_params / (num_ranks if stage >= first else 1) * each for first, each in sharded_from))
+    held = {"parameters": (p, 3), "gradients": (g + a, 2), "optimizer_state": (k, 1)}  # sharded from this stage on
+    return {name: num_params / (num_ranks if stage >= first else 1) * one for name, (one, first) in held.items()}
 
 
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:

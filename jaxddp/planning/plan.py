@@ -215,7 +215,7 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         largest = max(workload.tensor_elements) * element_bytes / job.tp
         bucket = min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, largest))
     return {
-        **state._asdict(),
+        **state,
         "gathered_parameters": gathered if job.gathers else 0.0,
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
         "activations": tokens / job.num_data_ranks * kept * element_bytes,
@@ -235,7 +235,7 @@ def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     """Fewest devices with this Y and this micro-batch per rank; None if none fit."""
     num_params = job.workload.num_params / job.tp
-    whole = sum(formulas.state_bytes(num_params, job.stage, math.inf, job.held))  # what no rank shares
+    whole = sum(formulas.state_bytes(num_params, job.stage, math.inf, job.held).values())  # what no rank shares
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
     capacity = job.target.chip.memory_bytes
     ranks = formulas.least_ranks(num_params * sum(job.held) - whole, whole + temporary, capacity)
