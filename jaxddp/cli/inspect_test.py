@@ -194,7 +194,7 @@ def test_a_row_holds_what_the_schedule_and_the_simulation_say(both, shown):
     lines = shown(both).splitlines()
     network = "network, assumed: 50 GB/s a device as given, 15 us a call"
     assert lines[0] == f"model on h100:8, in tf32, simulated; {network}"
-    assert lines[1] == "rates, assumed: peaks of products and memory"
+    assert lines[1] == "rates, assumed: published peaks of products and memory"
     split = [re.split(r"\s{2,}", line.strip()) for line in lines]
     rows = {cells[0]: cells for cells in split if len(cells) > 10}
     heads = rows["strategy"]

@@ -70,6 +70,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
     found = {"model": arguments.model, **plan(_job(arguments))}
+    if arguments.flops_per_s is not None:
+        found["assumptions"]["rates"] = None  # not the published ones
     as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
     print(as_json if arguments.json else as_text(found))
 

@@ -68,7 +68,7 @@ def attention_rate(chip: Chip, dtype: str) -> float:
 def rates_in_words(chip: Chip) -> str:
     """Says which rates a chip has."""
     if not chip.is_measured:
-        return "rates, assumed: peaks of products and memory"
+        return "rates, assumed: published peaks of products and memory"
     has_table = _SAME_DIE.get(chip.name, chip.name) in _measurements()["tflops"]
     products = f"in {', '.join(_COLUMNS)} by shape, others" if has_table else "by tiles,"
     return (
