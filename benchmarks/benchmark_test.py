@@ -56,7 +56,7 @@ def test_rows_are_written_with_all_fields_as_soon_as_they_are_there(tmp_path):
 
 
 def test_rows_name_the_gpus_and_their_driver(monkeypatch):
-    monkeypatch.setattr(module, "gpus", lambda: [Gpu(0, "GPU-0", "H100", "580.65.06", 0)] * 2)
+    monkeypatch.setattr(module, "gpus", lambda: [Gpu(0, "GPU-0", "H100", "580.65.06", 0, 0)] * 2)
     monkeypatch.setattr(module, "variables", lambda: {})
     row = module.environment.__wrapped__()
     assert (row["driver"], row["gpus"]) == ("580.65.06", ["H100"] * 2) and "variables" not in row

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _TIMEOUT_S = 180.0
+_GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
 _ASK = {
     "JAX": """
@@ -62,18 +64,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="report what this machine has for training, and what will not work",
-        description="Report devices, drivers, libraries, launcher and variables, as both frameworks "
+        description="Report devices, drivers, libraries, launcher, memory and variables, as both frameworks "
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
         allow_abbrev=False,
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
-    for line in lines:
-        print(f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, (line.found, line.advice)))}")
+    shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
+    print(json.dumps([line._asdict() for line in lines]) if arguments.json else "\n".join(shown))
     return int(any(line.status == FAIL for line in lines))
 
 
@@ -82,10 +85,7 @@ def examine() -> Iterator[Line]:
     cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
     yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
     gpus = environment.gpus()
-    if not gpus and _DRIVER.exists():
-        yield Line("GPUs", "none", "nvidia-smi, and CUDA_VISIBLE_DEVICES where it is set, must name some", FAIL)
-    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
-        yield Line("GPUs", f"{count} x {name}, driver {driver}")
+    yield from _gpu_lines(gpus)
     for framework in _ASK:
         yield _framework_line(framework, ask(framework), len(gpus))
     libraries = environment.cuda_libraries()
@@ -98,6 +98,7 @@ def examine() -> Iterator[Line]:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
         yield Line("libraries", " and ".join(plugins), advice, FAIL)
     yield _job_line()
+    yield from _memory_lines(gpus)
     for name, value in environment.variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
         yield Line("variable", f"{name}={value}", advice, NOTE if advice else OK)
@@ -114,6 +115,14 @@ def ask(framework: str) -> dict[str, Any] | str:
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _gpu_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
+    if not gpus and _DRIVER.exists():
+        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
+    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
+        yield Line("GPUs", f"{count} x {name}, driver {driver}")
 
 
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:
@@ -138,3 +147,14 @@ def _job_line() -> Line:
     except ValueError as error:
         return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
     return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process")
+
+
+def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
+    yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
+    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
+        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
+        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free", advice, NOTE)
+    for gpu in gpus:
+        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
+            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
+            yield Line("memory", free, "other processes hold the rest: nvidia-smi names them", NOTE)

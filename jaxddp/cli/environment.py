@@ -26,22 +26,23 @@ class Gpu(NamedTuple):
     uuid: str
     name: str
     driver: str
+    memory_bytes: int
     free_bytes: int
 
 
 def gpus() -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves of this host's; empty where nvidia-smi is missing, fails or hangs."""
-    asked = "--query-gpu=index,uuid,name,driver_version,memory.free", "--format=csv,noheader,nounits"
+    asked = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"
     try:
         done = subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    found = [
-        # The driver says "[N/A]" where the host's memory is the GPU's.
-        Gpu(int(number), uuid, name, driver, int(free_mib) * 2**20 if free_mib.isdigit() else 0)
-        for number, uuid, name, driver, free_mib in (row for row in rows if len(row) == len(Gpu._fields))
-    ]
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    found = []
+    for number, uuid, name, driver, *mib in (row for line in lines if len(row := line.split(", ")) == len(Gpu._fields)):
+        # "[N/A]" where the host's memory is the GPU's
+        total, free = (int(one) * 2**20 if one.isdigit() else 0 for one in mib)
+        found.append(Gpu(int(number), uuid, name, driver, total, free))
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return found
     visible = visible_gpus()  # numbers, or beginnings of a UUID

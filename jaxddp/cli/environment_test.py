@@ -24,10 +24,10 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
-    nvidia_smi("\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 580.65.06, 80000" for index in range(8)))
+    nvidia_smi("\n".join(f"{index}, GPU-{index}{index}-aa, {H100}, 580.65.06, 81559, 80000" for index in range(8)))
     found = environment.gpus()
     assert [gpu.number for gpu in found] == list(range(8))
-    assert found[3] == environment.Gpu(3, "GPU-33-aa", H100, "580.65.06", 80000 * 2**20)
+    assert found[3] == environment.Gpu(3, "GPU-33-aa", H100, "580.65.06", 81559 * 2**20, 80000 * 2**20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-33,5")
     assert [gpu.number for gpu in environment.gpus()] == [1, 3, 5]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -37,8 +37,8 @@ def test_gpus_are_the_drivers_that_are_visible(nvidia_smi, monkeypatch):
 def test_a_driver_that_does_not_answer_has_no_gpus(nvidia_smi):
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", status=9)
     assert environment.gpus() == []
-    nvidia_smi("0, GPU-1, NVIDIA GB10, 580.65.06, [N/A]\nNo devices were found")
-    assert environment.gpus()[0].free_bytes == 0
+    nvidia_smi("0, GPU-1, NVIDIA GB10, 580.65.06, [N/A], [N/A]\nNo devices were found")
+    assert environment.gpus()[0].memory_bytes == 0
 
 
 class Wheel:

@@ -93,7 +93,7 @@ BAD_INPUT = {
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
-    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks (=",
+    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks (=128 x 8)",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
     "--attention flash": "sizes, attention and checkpointing must come with a transformer, ",
     "--flops-per-s 5e-324": "Out of range float values are not JSON compliant",
