@@ -55,7 +55,7 @@ def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
         given = asked(options)[1]
         return network_in_words(target(given["target"]), given["network"])
 
-    assert words_for("").startswith("network: as measured, XLA's own table")
+    assert words_for("") == words_for("--network-file measured")
     assert words_for("--peaks").startswith("network, assumed: 450 GB/s a device as published")
     assert words_for("--target h100:2x4").endswith("between hosts 50 GB/s as published")
     assert words_for("--target h100:2x4 --network-gb-per-s 5").endswith("between hosts 5 GB/s as given")
@@ -70,7 +70,7 @@ BAD_INPUT = {
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
     "--trace profile --bucket-mb 25": "bucket_mb (=25.0) must be left out with --trace, which compiles nothing",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
-    "--network-file network.json --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
+    "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
 }
 
 

@@ -60,8 +60,9 @@ def test_shapes_and_machines_by_hand(capsys):
 
 
 def test_a_measured_network_gives_its_rate_and_latency(capsys):
-    assumed = planned("--model seed_xl --target h100:8", capsys)["assumptions"]
+    assumed = planned("--model seed_xl --target h100:8 --network-file measured", capsys)["assumptions"]
     assert (assumed["link_gb_per_s"], assumed["latency_us"]) == pytest.approx((402, 47.4), abs=1)  # 51.9 us for 1 MiB
+    assert assumed == planned("--model seed_xl --target h100:8", capsys)["assumptions"]
     assert planned("--model seed_xl --target h100:8 --peaks", capsys)["assumptions"]["link_gb_per_s"] == 450
 
 
@@ -93,12 +94,12 @@ BAD_INPUT = {
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
-    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks (=128 x 8)",
+    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks (=128 x ",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
     "--attention flash": "sizes, attention and checkpointing must come with a transformer, ",
     "--flops-per-s 5e-324": "Out of range float values are not JSON compliant",
     "--checkpointing some": "argument --checkpointing: invalid choice: 'some'",
-    "--target h100:8 --network-file network.json --link-gb-per-s 5": "gb_per_s (=5) must be left out with ",
+    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with ",
 }
 
 

@@ -1,4 +1,4 @@
-"""Measured times of collectives: those of chips that the package has, and files of others."""
+"""Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
 import json
 import math
@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..planning import chips
 from . import nccl_tests
 from .curves import GB, KINDS, Network, Rows, bus_factor
 
@@ -22,24 +21,37 @@ _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
-    """Gives the network of GPUs whose collectives were measured on one host, by a target's spec such as ``"h100:8"``.
+def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
+    """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
-        spec: Chip and devices, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
-        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
+        spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
+        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
-        ValueError: If nothing was measured for the chip, or the target has hosts whose speed is not given.
+        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
-    target = chips.target(spec)
-    if (chip := target.chip.name) not in (known := _measurements()):
-        raise ValueError(f"target {spec!r} must be of a chip whose collectives were measured: {', '.join(known)}")
+    chip, _, count = str(spec).partition(":")
+    if chip not in (known := _measurements()["us"]):
+        raise ValueError(f"chip (={chip!r}) must be one whose collectives were measured: {', '.join(known)}")
     network = _of_times(*_times_of_chip(chip, without_own))
-    if target.num_hosts > 1 and host_gb_per_s is None:
+    *hosts, devices = (int(number) if number.isdigit() else 0 for number in count.split("x"))
+    most = max(max(by_ranks) for by_ranks in network.curves.values())
+    if not 1 <= devices <= most:
+        raise ValueError(f"spec (={spec!r}) must have 1 to {most} devices on a host: {chip}:{most} or {chip}:4x{most}")
+    if fabric:
+        table = _measurements()["fabrics"].get(fabric)
+        if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
+            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
+        if host_gb_per_s is not None:
+            raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
+        source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
+        network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
+    if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
-    return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=target.devices_per_host)
+    return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
 
 
 def from_file(path: str | Path) -> Network:
@@ -57,17 +69,18 @@ def from_file(path: str | Path) -> Network:
     try:
         text = file.read_text(errors="replace")
         if file.suffix == ".jsonl":
-            found = [row for row in map(json.loads, text.splitlines()) if row["check"] == "ok" and row["median_ms"]]
+            rows = [row for row in map(json.loads, text.splitlines()) if row["check"] == "ok" and row["median_ms"]]
             times = _shortest(
-                (row["collective"], row["num_ranks"], row["size_bytes"], row["median_ms"] * 1e-3) for row in found
+                (row["collective"], row["num_ranks"], row["size_bytes"], row["median_ms"] * 1e-3) for row in rows
             )
         elif text.lstrip().startswith("{") and "us" in (found := json.loads(text)):
             times = _times_of_table(found["us"])
         else:
-            lines = nccl_tests.parse(text, file.name)
+            lines = nccl_tests.read_file(file)
             if (num_hosts := max(line.num_hosts for line in lines)) > 1:
                 raise ValueError(f"its ranks are on {num_hosts} hosts, where those of one are asked for")
-            times = _shortest((line.kind, line.num_ranks, line.num_bytes, line.time_us * 1e-6) for line in lines)
+            right = (line for line in lines if not line.num_wrong)
+            times = _shortest((line.collective, line.num_ranks, line.num_bytes, line.time_us * 1e-6) for line in right)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_times(times, str(path))
@@ -75,25 +88,25 @@ def from_file(path: str | Path) -> Network:
 
 @cache
 def _measurements() -> Any:
-    return json.loads(_MEASURED.read_text())["us"]
+    return json.loads(_MEASURED.read_text())
 
 
 def _times_of_chip(chip: str, without_own: bool) -> tuple[_Times, str]:
     """A chip's times, and where they come from."""
-    tables = _measurements()
-    own = _times_of_table(tables[chip])
+    tables = _measurements()["us"]
+    own = {} if without_own and chip in _LIKE else _times_of_table(tables[chip])
     if chip not in _LIKE:
         return own, f"XLA's own table of one host with {chip.upper()}"
     like, ratio = _LIKE[chip]
     others = _times_of_table(tables[like])
     if ratio != 1:
         for kind, ranks in others:
+            gathers, scatters = others["all-gather", ranks], others["reduce-scatter", ranks]
             if kind == "all-reduce":
-                gathers, scatters = others["all-gather", ranks], others["reduce-scatter", ranks]
                 others[kind, ranks] = {size: gathers[size] + scatters[size] for size in gathers.keys() & scatters}
     slower = {key: {size / ratio: seconds for size, seconds in times.items()} for key, times in others.items()}
     source = f"8 x {chip.upper()} (stas00/ml-engineering), the rest extrapolated from XLA's {like.upper()}"
-    return slower | ({} if without_own else own), source
+    return slower | own, source
 
 
 def _times_of_table(table: Any) -> _Times:
@@ -120,8 +133,12 @@ def _of_times(times: _Times, source: str) -> Network:
         # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
         least = [*accumulate((by_size[size] for size in sorted(by_size, reverse=True)), min)]
         curve = tuple(zip(sorted(by_size), reversed(least), strict=True))
-        are_times = all(0 < one < math.inf for row in by_size.items() for one in row)
-        if ranks < 2 or not are_times or not curve[-1][1] > curve[0][1]:
+        if (
+            len(curve) < 2
+            or not curve[-1][1] > curve[0][1]
+            or ranks < 2
+            or not all(0 < one < math.inf for row in by_size.items() for one in row)
+        ):
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
         curves[kind][ranks] = curve
     if not curves:

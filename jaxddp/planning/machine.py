@@ -32,20 +32,24 @@ def network_of(
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
-    None is as published. ``file`` has measured curves within a host.
+    None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
+    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
         between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
         per_host = target.devices_per_host
-    if file is not None:
-        if gb_per_s is not None:
-            raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
-        return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
-    if gb_per_s is None and chip.is_measured:
-        return measured(target.spec, host_gb_per_s=between)
-    speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
-    return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
+    if chip.is_measured and gb_per_s is file is None:
+        file = "measured"
+    if file is None:
+        speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
+        return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
+    if gb_per_s is not None:
+        raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
+    name, _, fabric = file.partition(":")
+    if name == "measured":
+        return measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
+    return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:
@@ -55,7 +59,7 @@ def network_in_words(target: Target, network: Network) -> str:
     else:
         origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
-    if network.host_gb_per_s is None:
+    if network.host_gb_per_s is None or network.fabric:
         return within
     origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
