@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jaxddp.cli.parser import Parser
@@ -47,7 +46,7 @@ def make_options(strategies: Collection[str] = ()) -> dict[str, dict[str, Any]]:
         "strategies": {"nargs": "+", "choices": strategies, "metavar": "NAME",
                        "help": f"what to compare: {', '.join(strategies)}"},
         "target": {"metavar": "SPEC", "help": "chip and count to compile for, such as h100:8"},
-        "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "bucket caps"},
+        "bucket_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "caps, where one is taken"},
         "sizes_mb": {"nargs": "+", "type": positive(float), "metavar": "MIB", "help": "buffers"},
         "minutes": {"type": positive(float), "metavar": "N", "help": "of each framework (default: 60)"},
         "seed": {"type": int, "metavar": "N", "help": "of the faults (default: 0)"},
@@ -63,7 +62,7 @@ def make_parser(benchmark: Any = None) -> Parser:
     parser = Parser(
         prog=f"python -m benchmarks {benchmark.name if benchmark else ''}".strip(),
         description=benchmark.summary if benchmark else "Measures data parallelism in JAX and PyTorch, side by side.",
-        epilog="" if benchmark else f"benchmarks, main if none is named:\n{listed}\n\nreport RUN: its page made again",
+        epilog="" if benchmark else f"benchmarks, main if none is named:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -93,22 +92,12 @@ def _run(arguments: list[str]) -> int:
     from jaxddp.plugins import import_jax
 
     import_jax()
-    from .benchmark import new_folder, read_rows, run
+    from .benchmark import new_folder, run
     from .lab import lab_for
     from .ranks import join_job
     from .registry import BENCHMARKS
-    from .render import write
 
     name, *rest = arguments if arguments and not arguments[0].startswith("-") else ["", *arguments]
-    if name == "report":
-        parser = Parser(prog="python -m benchmarks report", description="Makes the page of a run again.")
-        parser.add_argument("run", metavar="RUN", help="its folder")
-        rows = read_rows(run_folder := Path(parser.parse_args(rest).run))
-        names = {str(row.get("benchmark")) if isinstance(row, dict) else "" for row in rows}
-        if len(names) > 1 or not names <= BENCHMARKS.keys():
-            raise ValueError(f"{run_folder} must hold the rows of one benchmark, each with its name")
-        print(write(run_folder, BENCHMARKS[rows[0]["benchmark"]], rows))
-        return 0
     if name and name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}: one of {', '.join(BENCHMARKS)}")
     options = make_parser(BENCHMARKS.get(name)).parse_args(rest)

@@ -105,16 +105,6 @@ def run(benchmark: Benchmark, cases: Sequence[Case], folder: Path | None, say: S
     return not any(map(is_bad, rows))
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """Reads the rows of a run; raises OSError if there is no file, ValueError if it has no row or a line was cut."""
-    try:
-        if rows := [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]:
-            return rows
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / METRICS} must have a row in each line: {error}") from error
-    raise ValueError(f"{folder / METRICS} must have rows")
-
-
 def new_folder(out: str | None, name: str) -> Path:
     """Makes the folder of a run, a new one under ``runs/`` if ``out`` is None; nothing is overwritten."""
     folder = Path(out) if out else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"

@@ -1,14 +1,13 @@
 """The runner and the renderer, on a benchmark that measures nothing."""
 
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from benchmarks import benchmark as module
-from benchmarks.__main__ import main
-from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, read_rows, run
+from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, run
+from benchmarks.conftest import read_rows
 from benchmarks.render import CHECK, STEP, Column, new_figure
 from jaxddp.cli.environment import Gpu
 
@@ -101,16 +100,3 @@ def test_the_page_is_one_file_that_asks_for_no_other(tmp_path):
     root = ElementTree.fromstring(drawing)  # inline, and well formed
     assert root.tag.endswith("svg") and 'aria-label="Steps &amp; more"' in page
     assert "other weights" not in drawing
-
-
-def test_a_page_is_made_again_from_its_rows(tmp_path, capsys):
-    row = dict.fromkeys(FIELDS) | {"benchmark": "main", "label": "naive", "framework": "jaxddp", "check": "ok"}
-    row |= {"median_ms": 2.0, "p10_ms": 1.0, "p90_ms": 3.0, "exposed_ms": 0.5, "backend": "Gloo", "num_ranks": 2}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    assert main(["report", str(tmp_path)]) == 0
-    assert "naive" in (tmp_path / "report.html").read_text() and "naive" in capsys.readouterr().out
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"check": "o')
-    assert main(["report", str(tmp_path)]) == 2
-    assert "must have a row in each line" in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n[1]\n")
-    assert main(["report", str(tmp_path)]) == 2 and "rows of one benchmark" in capsys.readouterr().err

@@ -18,17 +18,12 @@ from benchmarks.registry import BENCHMARKS
         ("--hosts 3", "hosts (=3) is of a lab alone"),
         ("--on lab --hosts 9", "hosts (=9) must be at least 2 and at most 8"),
         ("--on lab --rate-mbit 1e6", "rate_mbit (=1e+06) must be at most 2500"),
-        ("scaling --ranks 4 --batch-size 6", "batch_size (=6) must be divisible by the number of ranks (=4)"),
         ("--on job", "on (=job) must be in a job"),
         ("--on gpus", "on (=gpus) needs GPUs"),
         ("--out .", "out (=.) must not exist"),
         ("races", "unknown benchmark 'races'"),
-        ("report", "the following arguments are required: RUN"),
-        ("report .", "No such file or directory: 'metrics.jsonl'"),
         ("gates --steps 9", "steps (=9) must be at least 10 rounds"),
         ("collectives --sizes-mb 0.0001", "must be at least 1 KiB"),
-        ("memory --target h100:3", "batch_size (=32) must be divisible by the number of devices (=3)"),
-        ("memory --strategies jit", "argument --strategies: invalid choice: 'jit' (choose from "),
         ("calibrate --strategies jit", "argument --strategies: invalid choice: 'jit' (choose from "),
         ("calibrate --on lab --hosts 9", "hosts (=9) must be at least 2 and at most 8"),
         ("calibrate --target h100:2", "target (=h100:2) must have as many devices as there are ranks (=1)"),
@@ -53,9 +48,3 @@ def test_help_lists_the_options_that_a_benchmark_takes(name, capsys):
     listed = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert ended.value.code == 0
     assert listed == {f"--{one.replace('_', '-')}" for one in BENCHMARKS[name].options} | {"--help", "--out"}
-
-
-def test_report_has_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "--help"])
-    assert ended.value.code == 0 and "RUN" in capsys.readouterr().out

@@ -1,10 +1,12 @@
 """Eight simulated devices for every test and example of this package; tests of the lab where one can be made."""
 
 import argparse
+import json
 
 import pytest
 
 from benchmarks.__main__ import make_options
+from benchmarks.benchmark import METRICS
 from benchmarks.lab import Lab
 from jaxddp.conftest import (
     pytest_cmdline_main as pytest_cmdline_main,  # and simulated devices
@@ -15,6 +17,10 @@ from jaxddp.conftest import (
 
 def options(**given):
     return argparse.Namespace(**dict.fromkeys(make_options()) | given)
+
+
+def read_rows(folder):
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have made their choice

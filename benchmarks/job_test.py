@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.benchmark import read_rows
+from benchmarks.conftest import read_rows
 from jaxddp.conftest import free_port
 from parity_tests.job_test import environment, slurm as slurm
 

@@ -1,15 +1,12 @@
 """The benchmarks, by name."""
 
-from .buckets import BENCHMARK as BUCKETS
 from .calibrate import BENCHMARK as CALIBRATE
 from .collectives import BENCHMARK as COLLECTIVES
 from .gates import BENCHMARK as GATES
-from .memory import BENCHMARK as MEMORY
 from .ports.measure import BENCHMARK as PORTS
 from .published import BENCHMARK as PUBLISHED
-from .scaling import BENCHMARK as SCALING
 from .soak import BENCHMARK as SOAK
 from .strategies import MAIN, STRATEGIES_BENCHMARK
 
-ALL = (MAIN, STRATEGIES_BENCHMARK, BUCKETS, COLLECTIVES, SCALING, MEMORY, CALIBRATE, PUBLISHED, GATES, SOAK, PORTS)
+ALL = (MAIN, STRATEGIES_BENCHMARK, COLLECTIVES, CALIBRATE, PUBLISHED, GATES, SOAK, PORTS)
 BENCHMARKS = {one.name: one for one in ALL}

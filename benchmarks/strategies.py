@@ -89,7 +89,8 @@ def main_cases(options: Options) -> list[Case]:
     ranks = choose_ranks(options.ranks, options.on, default=2, on_cpus="simulated")
     steps = QUICK_STEPS if options.quick else STEPS
     setup = make_setup(options, model=QUICK_MODEL, batch_size=MAIN_BATCH, num_steps=steps, ranks=ranks)
-    return cases_of(replace(setup, strategies=strategies_of(options.strategies or STRATEGIES, setup.model)))
+    specs = strategies_of(options.strategies or STRATEGIES, setup.model, options.bucket_mb)
+    return cases_of(replace(setup, strategies=specs))
 
 
 def strategies_cases(options: Options) -> list[Case]:
@@ -99,11 +100,11 @@ def strategies_cases(options: Options) -> list[Case]:
         num_steps=QUICK_STEPS if options.quick else STEPS, num_warmup=1 if options.quick else 2,
     )  # fmt: skip
     names = options.strategies or [one for one in NAMES if one != "torch.compile" or setup.ranks.kind == "gpus"]
-    return cases_of(replace(setup, strategies=strategies_of(names, setup.model)))
+    return cases_of(replace(setup, strategies=strategies_of(names, setup.model, options.bucket_mb)))
 
 
 _benchmark = partial(
-    Benchmark, options=(*OPTIONS, "strategies"), measure=measure_steps,
+    Benchmark, options=(*OPTIONS, "strategies", "bucket_mb"), measure=measure_steps,
     columns={"One training step by strategy": COLUMNS}, plot=plot_steps, notes=NOTES,
 )  # fmt: skip
 MAIN = _benchmark("main", "every strategy in both frameworks", cases=main_cases)

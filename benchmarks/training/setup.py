@@ -130,10 +130,10 @@ class TrainingSetup:
         return parts
 
 
-def check_batch(batch_size: int, num_ranks: int, of: str = "ranks") -> None:
+def check_batch(batch_size: int, num_ranks: int) -> None:
     """Raises ValueError if a batch cannot be split evenly."""
     if batch_size % num_ranks:
-        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of {of} (={num_ranks})")
+        raise ValueError(f"batch_size (={batch_size}) must be divisible by the number of ranks (={num_ranks})")
 
 
 def spec_of(name: str, model: str) -> StrategySpec:
@@ -143,9 +143,14 @@ def spec_of(name: str, model: str) -> StrategySpec:
     return StrategySpec(name, (DDP_CAP_MB if large else SMALL_CAP_MB) if has_cap else None)
 
 
-def strategies_of(names: Iterable[str], model: str) -> dict[str, tuple[StrategySpec, ...]]:
-    """Strategies and peers by framework: a peer runs in its own."""
+def strategies_of(
+    names: Iterable[str], model: str, caps_mb: Iterable[float] | None = None
+) -> dict[str, tuple[StrategySpec, ...]]:
+    """Strategies and peers by framework, with each of the caps where they take one: a peer runs in its own."""
     specs = [spec_of(name, model) for name in dict.fromkeys(names)]
+    if caps_mb is not None:
+        caps = sorted(set(caps_mb))
+        specs = [one._replace(bucket_mb=cap) for one in specs for cap in (caps if one.bucket_mb else [None])]
     others = {"jaxddp": PEERS["torchref"], "torchref": PEERS["jaxddp"]}
     return {one: tuple(spec for spec in specs if spec.name not in others[one]) for one in FRAMEWORKS}
 

@@ -2,10 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import buckets, gates, scaling, strategies
+from benchmarks import gates, strategies
 from benchmarks.conftest import options
 from benchmarks.ranks import Ranks
-from benchmarks.scaling import efficiency
 from benchmarks.training import setup as module
 from benchmarks.training.setup import StrategySpec, spec_of
 
@@ -89,31 +88,7 @@ def test_a_gate_is_judged_where_both_sides_took_turns():
     assert [row["check"] for row in gates.judge(apart)][4] == "not judged: the two did not take turns"
 
 
-def test_caps_as_good_as_the_best_are_named():
-    rows = [step("jaxddp", f"bucketed {cap} MiB", ms, bucket_mb=cap) for cap, ms in ((1, 100.0), (5, 90.0), (25, 90.0))]
-    rows += [step("jaxddp", "bucketed 50 MiB", 1.0, bucket_mb=50, check="WRONG: weights")]
-    (found,) = buckets.best_caps(rows)
-    assert (found["label"], found["as_good"]) == ("bucketed 5 MiB", "5, 25")
-    assert len(list(buckets.plot(rows))) == 1
-
-
-def test_every_number_of_ranks_can_split_the_default_batch_of_scaling(monkeypatch):
-    def batches(**given):
-        return {(one.setup[0].ranks.num, one.setup[0].global_batch) for one in scaling.cases(options(**given))}
-
-    assert batches(on="processes", ranks=3) == {(1, 4), (1, 12), (2, 8), (2, 12), (3, 12)}
-    with_gpus(monkeypatch, 2, free_gib=1000)
-    assert batches() == {(1, 16), (1, 32), (2, 32)}
-
-
-def test_efficiency_is_relative_to_the_fewest_ranks():
-    rows = [
-        step("jaxddp", "flat", ms, mode=mode, num_ranks=num, device="cpu", cores=2)
-        for mode, times in (("strong", {1: 100.0, 2: 60.0, 4: 60.0}), ("weak", {1: 100.0, 2: 125.0}))
-        for num, ms in times.items()
-    ]
-    rows += [step("jaxddp", "flat", 1.0, mode="weak", num_ranks=8, check="FAILED: no")]
-    found = list(efficiency(rows))
-    assert [row["efficiency"] for row in found] == pytest.approx([1, 100 / 120, 100 / 240, 1, 0.8])
-    assert found[1]["low"] <= found[1]["efficiency"] <= found[1]["high"] and "low" not in found[0]
-    assert [row["check"] == "ok" for row in found] == [True, True, False, True, True]  # 4 ranks share 2 cores
+def test_caps_are_of_the_strategies_that_take_one():
+    (case,) = strategies.strategies_cases(options(ranks=2, strategies=["naive", "bucketed"], bucket_mb=[5.0, 1.0]))
+    specs = [StrategySpec("naive"), StrategySpec("bucketed", 1.0), StrategySpec("bucketed", 5.0)]
+    assert list(case.setup.strategies["jaxddp"]) == list(case.setup.strategies["torchref"]) == specs

@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ..planning.formulas import FP32, MIXED, MIXED_ACCUMULATED
-from ..planning.machine import cluster_of, target
+from ..planning.machine import machine_of, target
 from ..planning.plan import TrainingJob, plan
 from ..planning.workload import Workload, feed_forward, transformer
 from ..sizes import SIZES, TransformerConfig
@@ -22,7 +20,7 @@ _STATES = {"fp32": FP32, "mixed": MIXED, "mixed-fp32-sums": MIXED_ACCUMULATED}
 # What numbers are multiplied with, by the end of their name, and the unit that they then have.
 _ENDS = {"_gb_per_s": (1, "GB/s"), "_per_s": (1e-12, "TFLOP/s"), "_s": (1e3, "ms"), "_us": (1, "us"), "_mb": (1, "MiB")}
 _SENTENCES = {"rates": "", "network_source": "network: "}  # among the assumptions
-_BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "latency_us", "file")
+_BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "file")
 
 
 def add_parser(commands: Any) -> None:
@@ -47,7 +45,6 @@ def add_parser(commands: Any) -> None:
     add("--stage", type=int, default=3, choices=range(4), help="what --fsdp ranks share: 0 nothing, 1 the optimizer "
         "state, 2 also gradients, 3 also parameters (default: %(default)s)")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="of a step, over all devices (default: the least compute-bound batch)")
-    add("--accumulation-steps", type=int, metavar="N", help="micro-batches per step (default: the fewest that fit)")
     add("--dtype", default="bfloat16", metavar="NAME", help="of products, activations and communication (default: "
         "%(default)s)")  # fmt: skip
     add("--attention", default="full", choices=("full", "flash"), help="full: keeps the weights of the whole square; "
@@ -67,18 +64,16 @@ def add_parser(commands: Any) -> None:
              "can send within its host; on a TPU over one axis of its torus, in both directions")  # fmt: skip
     hardware("--host-link-gb-per-s", dest="host_gb_per_s", type=float, metavar="GB", help="to other hosts, on GPUs")
     hardware("--network-file", dest="file", metavar="FILE", help="measured collectives of a host, as for inspect")
-    hardware("--latency-us", type=float, metavar="US", help="microseconds per all-reduce (default: as measured, or 15)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
     found = {"model": arguments.model, **plan(_job(arguments))}
+    if arguments.flops_per_s is not None:
+        found["assumptions"]["rates"] = None  # not the published ones
     as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
-    try:
-        print(as_json if arguments.json else as_text(found), flush=True)
-    except BrokenPipeError:  # of ``| head``: Python writes what is left once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(as_json if arguments.json else as_text(found))
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -114,18 +109,18 @@ def _rows(found: Mapping[str, Any], indent: str = "", of: str = "") -> Iterator[
 
 def _job(arguments: argparse.Namespace) -> TrainingJob:
     workload, sequence_length = _workload(arguments)
-    machine = target(arguments.target, peaks=arguments.peaks)
+    asked = target(arguments.target, peaks=arguments.peaks)
     fsdp, tp = arguments.fsdp, arguments.tp
     if tp is None:
         tp = 4 if arguments.model == XXL and arguments.target == _TARGET and fsdp is None else 1
     if fsdp is None:
-        fsdp = max(1, machine.num_devices // max(1, tp))
+        fsdp = max(1, asked.num_devices // max(1, tp))
     memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
-    cluster = cluster_of(machine, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
+    machine, network = machine_of(asked, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
     return TrainingJob(
-        workload, cluster, fsdp, tp, arguments.tokens, sequence_length, arguments.stage, _STATES[arguments.precision],
-        arguments.accumulation_steps,
+        workload, machine, network, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,
+        _STATES[arguments.precision], arguments.dtype,
     )  # fmt: skip
 
 

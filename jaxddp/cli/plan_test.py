@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -9,7 +7,7 @@ from jaxddp.cli.conftest import assert_refused
 from jaxddp.cli.plan import as_text
 from jaxddp.models import SIZES
 from jaxddp.planning.chips import target
-from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.machine import machine_of
 from jaxddp.planning.plan import TrainingJob, plan
 from jaxddp.planning.plan_test import XL, XXL
 
@@ -54,9 +52,9 @@ def test_named_transformers_have_their_parameters_and_sequences(capsys):
 
 
 def test_shapes_and_machines_by_hand(capsys):
-    found = planned(f"{CUSTOM} --target h100:4 --memory-gb 0.0001 --latency-us 0", capsys)
+    found = planned(f"{CUSTOM} --target h100:4 --memory-gb 0.0001", capsys)
     assert found["params"] == 2 * 100 * 64 + 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64 and not found["fits"]
-    assert found["bytes_per_device"]["available"] == 100_000 and found["buckets"] is None
+    assert found["bytes_per_device"]["available"] == 100_000
     slow = planned("--model xl --target h100:2x8 --host-link-gb-per-s 1", capsys)
     assert slow["min_tokens"] > 10 * planned("--model xl --target h100:2x8", capsys)["min_tokens"]
 
@@ -68,14 +66,13 @@ def test_a_measured_network_gives_its_rate_and_latency(capsys):
     assert planned("--model seed_xl --target h100:8 --peaks", capsys)["assumptions"]["link_gb_per_s"] == 450
 
 
-def test_precision_stage_and_accumulation(capsys):
-    options = "--model seed_xl --target h100:8 --tokens 65536 --accumulation-steps 2"
+def test_precision_and_stage(capsys):
+    options = "--model seed_xl --target h100:8 --tokens 65536"
     found = planned(f"{options} --stage 1 --precision mixed-fp32-sums", capsys)
     held, count = found["bytes_per_device"], SIZES["seed_xl"].num_params
     state = [held[name] for name in ("parameters", "gradients", "optimizer_state")]
     assert state == [2 * count, 6 * count, 1.5 * count]
     assert (found["assumptions"]["passes"], found["assumptions"]["ring_factors"]) == ("backward", True)
-    assert found["accumulation_steps"] == 2 and found["micro_batch"] == 32
     # Gradients in 2 bytes, float32 parameters in 4: the reduce-scatter and the all-gather of 7/8 of each.
     for stage in (1, 2):
         found = planned(f"--model small --target h100:8 --stage {stage}", capsys)
@@ -85,8 +82,10 @@ def test_precision_stage_and_accumulation(capsys):
     assert least[1] == least[2] == pytest.approx(least[0] / 2, abs=1)
     alone = "--model xl --target h100:8 --stage 1 --fsdp 1"  # replicas, which share nothing
     assert planned(alone, capsys)["min_tokens"] == least[0]
-    options = "--model xl --target h100:8 --tokens 24576 --accumulation-steps 8"
-    assert [planned(f"{options} --stage {stage}", capsys)["compute_bound"] for stage in (1, 2)] == [True, False]
+    for stage, memory_gb, is_compute_bound in ((1, 20.3, True), (2, 13.3, False)):  # what fits in six micro-batches
+        options = f"--model xl --target h100:8 --tokens 24576 --stage {stage} --memory-gb {memory_gb}"
+        found = planned(options, capsys)
+        assert (found["accumulation_steps"], found["compute_bound"]) == (6, is_compute_bound)
 
 
 BAD_INPUT = {
@@ -95,12 +94,12 @@ BAD_INPUT = {
     "--target v5p:12": "target 'v5p:12' makes no torus: ",
     "--fsdp 3": "fsdp x tp (=3 x 1) must divide the 64 devices of v5p:64",
     "--tp 32": "tokens must be given: with tp (=32) no batch is compute-bound",
-    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks x ",
+    "--model xl --tokens 8193 --target h100:8": "tokens (=8193) must be at least sequence length x data ranks (=128 x ",
     "--dtype float16": "dtype (='float16') has no published peak on v5p: give --flops-per-s",
     "--attention flash": "sizes, attention and checkpointing must come with a transformer, ",
     "--flops-per-s 5e-324": "Out of range float values are not JSON compliant",
     "--checkpointing some": "argument --checkpointing: invalid choice: 'some'",
-    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s and latency_us must be left out with ",
+    "--target h100:8 --network-file measured --link-gb-per-s 5": "gb_per_s (=5) must be left out with ",
 }
 
 
@@ -119,18 +118,16 @@ def test_attention_checkpointing_and_rates(capsys):
     assert "by shape" in square["assumptions"]["rates"] and "assumed" in peaks["assumptions"]["rates"]
 
 
-def cluster(spec):
-    return cluster_of(target(spec), "bfloat16")
+def machine(spec):
+    return machine_of(target(spec), "bfloat16")
 
 
 PLANS = {
-    "book": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=16, tp=4)),
-    "too large": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=8, tokens=10_000)),
-    "no batch": plan(TrainingJob(XXL, cluster("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
-    "alone": plan(TrainingJob(XXL, cluster("h100:8"), fsdp=1, tp=8)),
-    "small torus": plan(
-        TrainingJob(XL, cluster("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128, accumulation_steps=4)
-    ),
+    "book": plan(TrainingJob(XXL, *machine("v5p:64"), fsdp=16, tp=4)),
+    "too large": plan(TrainingJob(XXL, *machine("h100:8"), fsdp=8, tokens=10_000)),
+    "no batch": plan(TrainingJob(XXL, *machine("v5p:64"), fsdp=2, tp=32, tokens=10_000)),
+    "alone": plan(TrainingJob(XXL, *machine("h100:8"), fsdp=1, tp=8)),
+    "small torus": plan(TrainingJob(XL, *machine("v5p:8"), fsdp=8, tokens=2**21, sequence_length=128)),
 }
 
 
@@ -171,8 +168,3 @@ def test_what_a_reader_must_know_is_said():
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
     ):
         assert said in " ".join(text_of(name).split())
-
-
-def test_a_reader_that_has_enough_is_no_error():
-    command = f"{sys.executable} -m jaxddp plan | true"
-    assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""

@@ -1,7 +1,6 @@
 """How long a collective takes on which network, without a framework."""
 
 from .curves import (
-    DEFAULT_LATENCY_US as DEFAULT_LATENCY_US,
     GB as GB,
     KINDS as KINDS,
     Network as Network,

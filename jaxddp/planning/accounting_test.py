@@ -27,7 +27,7 @@ from jaxddp.planning.formulas import (
     times,
     traffic,
 )
-from jaxddp.planning.machine import cluster_of
+from jaxddp.planning.machine import link_rates, machine_of
 from jaxddp.planning.plan_test import XL, XXL
 from jaxddp.planning.workload import feed_forward, transformer
 from jaxddp.tree import named_leaves
@@ -55,20 +55,22 @@ def test_parameters():
         assert model(*sizes).num_params == count
 
 
+def held(*arguments):
+    return sum(state_bytes(*arguments).values())
+
+
 def test_bytes_of_the_state():
     by_stage = {  # Z.mem, per parameter on 8 ranks
         FP32: (16, 9, 5.5, 2), MIXED: (16, 5.5, 3.75, 2), MIXED_ACCUMULATED: (20, 9.5, 4.25, 2.5),
     }  # fmt: skip
     for each, printed in by_stage.items():
-        assert tuple(sum(state_bytes(1, stage, 8, each)) for stage in range(4)) == printed
-    check(
-        [sum(state_bytes(7.5e9, stage, 64, MIXED)) / 1e9 for stage in range(4)], [120, 31.41, 16.64, 1.875]
-    )  # Z.paper
-    assert XXL.num_params == 219_848_638_464 and sum(state_bytes(XXL.num_params, 0)) == STATES  # X.params, X.states
+        assert tuple(held(1, stage, 8, each) for stage in range(4)) == printed
+    check([held(7.5e9, stage, 64, MIXED) / 1e9 for stage in range(4)], [120, 31.41, 16.64, 1.875])  # Z.paper
+    assert XXL.num_params == 219_848_638_464 and held(XXL.num_params, 0) == STATES  # X.params, X.states
     xl = model(10_000, 2560, 10_240, 32, 32)  # H26.fsdp_accounting: gains of norms are not sharded
     gains = sum(math.prod(shape) for name, shape in xl.tensors if name.endswith("norm"))
-    fsdp = sum(state_bytes(xl.num_params - gains, 3, 2)) + sum(state_bytes(gains, 0))
-    ddp, sharded = (sum(state_bytes(xl.num_params, stage, 2)) for stage in (0, 1))
+    fsdp = held(xl.num_params - gains, 3, 2) + held(gains, 0)
+    ddp, sharded = (held(xl.num_params, stage, 2) for stage in (0, 1))
     check(np.array([ddp, sharded, fsdp]) / GIB, [50.765, 38.074, 25.384])
 
 
@@ -99,26 +101,27 @@ def test_devices_that_hold_the_large_model():
 
 
 C, W = 4.6e14, 1.8e11
-BOOK = DeviceRates(C, fsdp_bytes_per_s=2 * W, tp_bytes_per_s=W)
+BOOK = DeviceRates(C, 2 * W, W, 2 * W)
 PLAIN, EXACT, EXACT_BOTH = Assumptions(), Assumptions(ring_factors=True), Assumptions("both", ring_factors=True)
 OVERLAPPED = Assumptions(overlapped_axes=True)
 
 
 def test_the_books_machine():
-    cluster = cluster_of(target("v5p:64"), "bfloat16")
-    check(cluster.flops_per_s / (cluster.network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
-    assert cluster.torus == (4, 4, 4)
-    assert cluster.rates(16, 4) == BOOK._replace(dp_bytes_per_s=0)  # X.c_mesh
+    slice_of_64, network = machine_of(target("v5p:64"), "bfloat16")
+    assert slice_of_64.chip.flops_per_s["bfloat16"] == C and slice_of_64.torus == (4, 4, 4)
+    check(C / (network.gb_per_s * 1e9), 2555.56)  # X.book_2550, X.c_W
+    assert link_rates(slice_of_64, network, 16, 4) == BOOK[1:]  # X.c_mesh
 
 
 def test_the_least_compute_bound_batch():
     for rates, assumed, tokens in (  # X.c_answer
         (BOOK, PLAIN, 25301.7), (BOOK._replace(flops_per_s=4.59e14), PLAIN, 25233.7), (BOOK, OVERLAPPED, 20444.4),
-        (BOOK, EXACT, 22390.5), (DeviceRates(C, 2 * 9e10, 9e10), PLAIN, 66372.4),
-        (DeviceRates(C, 2 * 2.9e10, 2.9e10), PLAIN, math.inf), (DeviceRates(C, W, W), PLAIN, 50603.4),
+        (BOOK, EXACT, 22390.5), (DeviceRates(C, 2 * 9e10, 9e10, 9e10), PLAIN, 66372.4),
+        (DeviceRates(C, 2 * 2.9e10, 2.9e10, 2.9e10), PLAIN, math.inf), (DeviceRates(C, W, W, W), PLAIN, 50603.4),
         (BOOK, Assumptions("both"), 23445.0),
         # X.c_blog_fixed, each of 16 FSDP ranks
-        (DeviceRates(C, 2.9e10, 2.9e10), EXACT_BOTH, 16 * 36788.7), (DeviceRates(C, W, W), EXACT_BOTH, 16 * 2650.22),
+        (DeviceRates(C, 2.9e10, 2.9e10, 2.9e10), EXACT_BOTH, 16 * 36788.7),
+        (DeviceRates(C, W, W, W), EXACT_BOTH, 16 * 2650.22),
     ):  # fmt: skip
         check(min_tokens(XXL, rates, 16, 4, 1, assumed), tokens)
 
@@ -128,7 +131,7 @@ def test_the_least_compute_bound_batch():
 B, D, F = 300_000.0, 5120.0, 17_000.0
 GATED = feed_forward(width=int(D), hidden=int(F), num_matrices=3)
 HC, HW = 989.4e12, 450e9
-H100 = DeviceRates(HC, HW, HW)
+H100 = DeviceRates(HC, HW, HW, HW)
 FORWARD, BACKWARD = (Assumptions(passes, ring_factors=True) for passes in ("forward", "backward"))
 
 

@@ -38,6 +38,10 @@ class Chip:
         # What JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
         self.pool_bytes = self.memory_bytes * (0.75 if is_gpu else 1.0)
 
+    def product_dtype(self, dtype: str) -> str:
+        """The dtype in which products of arrays of ``dtype`` are computed, at default precision."""
+        return self.matmul_float32 if dtype == "float32" else dtype
+
 
 def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: float) -> dict[str, float]:
     matrices = {"tf32": tf32, "bfloat16": bfloat16, "float16": bfloat16, "float8": int8, "int8": int8}
@@ -99,6 +103,8 @@ class Target:
         self.spec = f"{name}:{self.num_devices if is_tpu or hosts == 1 else f'{hosts}x{devices}'}"
         # As the compiler names it: the torus, or slices x hosts x devices.
         self.topology = _TOPOLOGIES[name][self.num_devices] if is_tpu else f"1x{hosts}x{devices}"
+        sides = map(int, self.topology.split("x")) if is_tpu else ()
+        self.torus = tuple(side for side in sides if side > 1)
 
 
 def target(spec: str) -> Target:

@@ -69,19 +69,13 @@ MIXED = PerParameter(2, 2, 12)
 MIXED_ACCUMULATED = PerParameter(2, 2, 12, accumulator=4)
 
 
-class StateBytes(NamedTuple):
-    """Bytes of the training state on one device; gradients with accumulators."""
-
-    parameters: float
-    gradients: float
-    optimizer_state: float
-
-
-def state_bytes(num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32) -> StateBytes:
-    """Computes the training state on each of N ranks, without padding."""
+def state_bytes(
+    num_params: float, stage: int, num_ranks: float = 1, per_parameter: PerParameter = FP32
+) -> dict[str, float]:
+    """Computes the training state on each of N ranks by component, without padding; gradients with accumulators."""
     p, g, k, a = per_parameter
-    sharded_from = ((3, p), (2, g + a), (1, k))
-    return StateBytes(*(num_params / (num_ranks if stage >= first else 1) * each for first, each in sharded_from))
+    held = {"parameters": (p, 3), "gradients": (g + a, 2), "optimizer_state": (k, 1)}  # sharded from this stage on
+    return {name: num_params / (num_ranks if stage >= first else 1) * one for name, (one, first) in held.items()}
 
 
 def gathered_bytes(unit_params: Sequence[int], element_bytes: float, num_units: int = 2, tp: int = 1) -> float:
@@ -130,12 +124,12 @@ _MULTIPLES = {"forward": (1, 1, 1, 0), "backward": (2, 2, 1, 1), "both": (3, 3, 
 
 
 class DeviceRates(NamedTuple):
-    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group. W_R is W_X when 0."""
+    """C, W_X, W_Y and W_R of a device; on a torus the W are those of all axes of the group."""
 
     flops_per_s: float
     fsdp_bytes_per_s: float
     tp_bytes_per_s: float
-    dp_bytes_per_s: float = 0
+    dp_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -184,8 +178,7 @@ def times(
         (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
         gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
         reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
-        sums * halves * size_bytes * assumptions.ring(dp)
-        / (fsdp * tp * (rates.dp_bytes_per_s or rates.fsdp_bytes_per_s)),
+        sums * halves * size_bytes * assumptions.ring(dp) / (fsdp * tp * rates.dp_bytes_per_s),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Networks of targets, and a cluster as the planner sees it: what a device computes and holds, what each group sends.
+"""Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
 GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
 of ``Network``. TPUs: a slice is a torus with links in both directions. Tensor-parallel ranks have one of its axes, all
@@ -8,13 +8,12 @@ for three axes.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..arguments import check_positive
-from ..network import DEFAULT_LATENCY_US, GB, Network, from_file, measured
+from ..network import GB, Network, from_file, measured
 from . import chips
 from .chips import Target
-from .formulas import DeviceRates
 from .products import as_measured
 
 _BOOK_FLOPS_PER_S = {("v5p", "bfloat16"): 4.6e14}
@@ -28,9 +27,8 @@ def target(spec: str, *, peaks: bool = False) -> Target:
 
 
 def network_of(
-    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None,
-    latency_us: float | None = None, file: str | None = None,
-) -> Network:  # fmt: skip
+    target: Target, gb_per_s: float | None = None, host_gb_per_s: float | None = None, file: str | None = None
+) -> Network:
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
@@ -41,13 +39,13 @@ def network_of(
     if target.num_hosts > 1 and target.platform == "gpu":
         between = chip.host_link_gb_per_s if host_gb_per_s is None else host_gb_per_s
         per_host = target.devices_per_host
-    if chip.is_measured and gb_per_s is latency_us is file is None:
+    if chip.is_measured and gb_per_s is file is None:
         file = "measured"
     if file is None:
         speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
-        return Network(speed, DEFAULT_LATENCY_US if latency_us is None else latency_us, between, per_host)
-    if gb_per_s is not None or latency_us is not None:
-        raise ValueError("gb_per_s and latency_us must be left out with --network-file: it has the times")
+        return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
+    if gb_per_s is not None:
+        raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
     name, _, fabric = file.partition(":")
     if name == "measured":
         return measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
@@ -67,43 +65,14 @@ def network_in_words(target: Target, network: Network) -> str:
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
 
 
-class Cluster(NamedTuple):
-    """Devices to plan for."""
-
-    target: Target  # its chip has the rates and the memory to plan with
-    network: Network  # what a device sends; on a torus, over one of its axes
-    dtype: str  # of matrix products, activations and communication
-    products: str  # the dtype in which a device multiplies
-    flops_per_s: float  # its peak
-    torus: tuple[int, ...]  # sides; empty on GPUs
-    is_by_hand: bool  # whether the peak was given
-
-    def rates(self, fsdp: int, tp: int) -> DeviceRates:
-        """Computes what a device computes and sends per second, with groups of ``fsdp`` and ``tp`` ranks."""
-        link = self.network.gb_per_s * GB
-        if self.torus:  # tensor parallelism has one of its axes, all else the others
-            return DeviceRates(self.flops_per_s, max(1, len(self.torus) - (tp > 1)) * link, link)
-
-        def rate(group: range) -> float:
-            if len(group) < 2:
-                return link
-            return (len(group) - 1) / len(group) / self.network.transfer_s("reduce-scatter", 1.0, group)
-
-        groups = range(0, fsdp * tp, tp), range(tp), range(0, self.target.num_devices, fsdp * tp)
-        return DeviceRates(self.flops_per_s, *map(rate, groups))
-
-
-def cluster_of(
+def machine_of(
     target: Target, dtype: str, *, flops_per_s: float | None = None, memory_bytes: float | None = None,
     gb_per_s: float | None = None, **network: Any,
-) -> Cluster:  # fmt: skip
-    """Makes the cluster of a target, apart from what is given; on a torus ``gb_per_s`` is of one of its axes."""
-    chip = target.chip
-    key = chip.matmul_float32 if dtype == "float32" else dtype
-    sides = target.topology.split("x") if target.platform == "tpu" else ()
-    torus = tuple(int(side) for side in sides if int(side) > 1)
-    if torus and gb_per_s is None and network.get("file") is None:
-        gb_per_s = _BOOK_GB_PER_S.get(chip.name, chip.link_gb_per_s / len(sides))
+) -> tuple[Target, Network]:  # fmt: skip
+    """A target with the rates and the memory to plan with, and its network; on a torus that of one of its axes."""
+    chip, key = target.chip, target.chip.product_dtype(dtype)
+    if target.torus and gb_per_s is None and network.get("file") is None:
+        gb_per_s = _BOOK_GB_PER_S.get(chip.name, chip.link_gb_per_s / len(target.topology.split("x")))
     found = network_of(target, gb_per_s, **network)
     if memory_bytes is not None:
         check_positive("memory_bytes", memory_bytes)
@@ -115,5 +84,19 @@ def cluster_of(
         raise ValueError(f"dtype (={dtype!r}) has no published peak on {chip.name}: give --flops-per-s")
     elif book := _BOOK_FLOPS_PER_S.get((chip.name, key)):
         chip = replace(chip, flops_per_s={key: book})
-    is_by_hand = flops_per_s is not None
-    return Cluster(replace(target, chip=chip), found, dtype, key, chip.flops_per_s[key], torus, is_by_hand)
+    return replace(target, chip=chip), found
+
+
+def link_rates(target: Target, network: Network, fsdp: int, tp: int) -> tuple[float, float, float]:
+    """Computes what a device sends per second to its groups of FSDP, TP and DP: W_X, W_Y and W_R of ``formulas``."""
+    link = network.gb_per_s * GB
+    if target.torus:  # tensor parallelism has one of its axes, all else the others
+        others = max(1, len(target.torus) - (tp > 1)) * link
+        return others, link, others
+
+    def rate(group: range) -> float:
+        if len(group) < 2:
+            return link
+        return (len(group) - 1) / len(group) / network.transfer_s("reduce-scatter", 1.0, group)
+
+    return rate(range(0, fsdp * tp, tp)), rate(range(tp)), rate(range(0, target.num_devices, fsdp * tp))

@@ -8,15 +8,16 @@ Norm gains are counted as if tensor parallelism split them too.
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..arguments import check_integer
 from ..communication.buckets import DEFAULT_BUCKET_MB, MIB, dtype_bytes
-from ..network import GB
+from ..network import GB, Network
 from . import formulas
+from .chips import Target
 from .estimate import Run, estimate, product_seconds
 from .formulas import FP32, Assumptions, Buckets, DeviceRates, PerParameter
-from .machine import Cluster
+from .machine import link_rates
 from .products import rates_in_words
 from .workload import Workload
 
@@ -29,81 +30,80 @@ class TrainingJob:
     """What to plan: a model on a cluster. A ValueError if numbers are out of range, or do not divide each other."""
 
     workload: Workload
-    cluster: Cluster
+    target: Target  # its chip has the rates and the memory to plan with
+    network: Network  # what a device sends; on a torus, over one of its axes
     fsdp: int  # X
     tp: int = 1  # Y
     tokens: int | None = None  # B, per step; None for the smallest compute-bound batch
     sequence_length: int = 1  # tokens that must stay on one rank; 1 for a model without sequences
     stage: int = 3  # of ZeRO: 0 shares nothing, 1 the optimizer state, 2 also gradients, 3 also parameters
     per_parameter: PerParameter = FP32
-    accumulation_steps: int | None = None  # K, micro-batches per step; None for the fewest that fit
+    dtype: str = "bfloat16"  # of matrix products, activations and communication
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "tp", "sequence_length", "tokens", "accumulation_steps"):
+        for name in ("fsdp", "tp", "sequence_length", "tokens"):
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value)
-        num_devices = self.cluster.target.num_devices
-        if num_devices % (self.fsdp * self.tp):
-            whole = f"{num_devices} devices of {self.cluster.target.spec}"
+        self.num_devices, self.products = self.target.num_devices, self.target.chip.product_dtype(self.dtype)
+        if self.num_devices % (self.fsdp * self.tp):
+            whole = f"{self.num_devices} devices of {self.target.spec}"
             raise ValueError(f"fsdp x tp (={self.fsdp} x {self.tp}) must divide the {whole}")
-        self.num_devices, self.num_data_ranks = num_devices, num_devices // self.tp  # X R work on different tokens
+        self.num_data_ranks = self.num_devices // self.tp  # X R work on different tokens
         self.dp = self.num_data_ranks // self.fsdp  # R
         self.least_tokens = self.num_data_ranks * self.sequence_length
-        self.pieces = self.least_tokens * (self.accumulation_steps or 1)  # of which a step has a multiple
         self.gathers = self.stage == 3 and self.fsdp > 1  # parameters, in every micro-batch
         # Groups that gather parameters, split matrices and reduce gradients.
         self.ranks = (self.fsdp, self.tp, self.dp) if self.gathers else (1, self.tp, self.num_data_ranks)
         # Gathers of the forward are held against it, or sums of gradients against the backward.
         passes = "backward" if not self.gathers and self.num_data_ranks > 1 else "forward"
-        element_bytes = dtype_bytes(self.cluster.dtype)
+        element_bytes = dtype_bytes(self.dtype)
         is_scattered = self.stage in (1, 2) and self.fsdp == self.num_data_ranks
         self.assumptions = Assumptions(
-            passes, ring_factors=not self.cluster.torus, scattered=is_scattered, element_bytes=element_bytes
+            passes, ring_factors=not self.target.torus, scattered=is_scattered, element_bytes=element_bytes
         )
         self.held = self.per_parameter
         if self.stage == 3 and self.held.optimizer > FP32.optimizer:  # casts masters when it gathers: holds no copies
             optimizer = self.held.optimizer - FP32.parameter
             self.held = self.held._replace(parameter=FP32.parameter, optimizer=optimizer)
-        tokens = self.tokens or self.pieces
-        if tokens < self.pieces or (self.sequence_length > 1 and tokens % self.pieces):
-            factors = f"{self.sequence_length} x {self.num_data_ranks} x {self.accumulation_steps or 1}"
-            rule = f"sequence length x data ranks x accumulation steps (={factors}), and in sequences a multiple"
+        tokens, least = self.tokens or self.least_tokens, self.least_tokens
+        if tokens < least or (self.sequence_length > 1 and tokens % least):
+            factors = f"{self.sequence_length} x {self.num_data_ranks}"
+            rule = f"sequence length x data ranks (={factors}), and in sequences a multiple"
             raise ValueError(f"tokens (={tokens}) must be at least {rule}")
 
 
 def plan(job: TrainingJob) -> dict[str, Any]:
     """Plans a job, for ``json.dumps``: tokens rounded up, missing answers None."""
-    workload, cluster, chip, network = job.workload, job.cluster, job.cluster.target.chip, job.cluster.network
+    workload, target, network = job.workload, job.target, job.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
     tokens = _tokens(job, least)
     held = _bytes_per_device(job, tokens)
-    steps = job.accumulation_steps or _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
+    steps = _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
-    min_devices = _min_devices(job, held)
     total = sum(held.values())
     times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
     buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
-    step = None  # estimated without tensor parallelism, replicas of shards, a torus, or a peak by hand
-    if not cluster.is_by_hand and job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not cluster.torus:
+    step = None  # estimated without tensor parallelism, replicas of shards, or a torus
+    if job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not target.torus:
         step = estimate(_run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches))
     return {
-        "target": cluster.target.spec,
+        "target": target.spec,
         "devices": job.num_devices,
         **{name: getattr(job, name) for name in ("fsdp", "tp", "dp", "stage")},
         "params": workload.num_params,
         "tokens": tokens,
         "micro_batch": tokens / (job.least_tokens * num_microbatches),  # sequences, or tokens, of a data rank at once
-        "fits": total < chip.memory_bytes,
+        "fits": total < target.chip.memory_bytes,
         "accumulation_steps": steps,
-        "min_devices": min_devices,
+        "min_devices": _min_devices(job, held),
         # The others reduce once a step: held against all of its micro-batches.
         "compute_bound": tokens >= least * (num_microbatches if job.gathers or job.stage == 2 else 1),
         "bytes_per_device": {
             **{name: round(num_bytes) for name, num_bytes in held.items()},
             "total": round(total),
-            "available": chip.memory_bytes,
+            "available": target.chip.memory_bytes,
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
@@ -116,7 +116,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             **asdict(job.assumptions),
             "state_bytes_per_param": job.held._asdict(),
             "flops_per_s": rates.flops_per_s,  # at which a device computes the products of a forward
-            "rates": None if cluster.is_by_hand else rates_in_words(chip),
+            "rates": rates_in_words(target.chip),
             "link_gb_per_s": network.gb_per_s,
             "host_link_gb_per_s": network.host_gb_per_s,
             "latency_us": network.latency_us,
@@ -127,10 +127,10 @@ def plan(job: TrainingJob) -> dict[str, Any]:
 
 
 def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
-    torus, found = job.cluster.torus, []
-    if any(side < 4 for side in torus):
+    found = []
+    if any(side < 4 for side in job.target.torus):
         found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
-    if total_bytes > (pool := job.cluster.target.chip.pool_bytes) and not torus:
+    if total_bytes > (pool := job.target.chip.pool_bytes) and not job.target.torus:
         found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     return found
 
@@ -159,37 +159,34 @@ def gradient_rate(job: TrainingJob) -> tuple[float, float]:
     halves, ring = 1 if job.stage and job.fsdp > 1 else 2, job.assumptions.ring(job.num_data_ranks)
     if not ring:
         return math.inf, 0.0
-    bytes_per_s = job.cluster.rates(job.num_data_ranks, job.tp).fsdp_bytes_per_s
-    return bytes_per_s / (halves * ring), halves * job.cluster.network.latency_us * 1e-6 / 2
+    bytes_per_s, *_ = link_rates(job.target, job.network, job.num_data_ranks, job.tp)
+    return bytes_per_s / (halves * ring), halves * job.network.latency_us * 1e-6 / 2
 
 
 def _traffic_bytes(job: TrainingJob, strategy: str, num_microbatches: int) -> int:
     """Bytes that each rank sends; updated parameters, where they are sent, in their own dtype."""
-    # Others reduce the accumulated sum.
-    reduced: Literal["every", "once"] = "every" if strategy in ("zero2", "zero3") else "once"
-    gradients, parameters = formulas.traffic(strategy, num_microbatches, reduced)
+    reduces_every = strategy in ("zero2", "zero3")  # others reduce the accumulated sum
+    gradients, parameters = formulas.traffic(strategy, num_microbatches, "every" if reduces_every else "once")
     element_bytes, num_ranks = job.assumptions.element_bytes, job.num_data_ranks
-    is_master = strategy in ("zero1", "zero2", "sharded_optimizer")
-    param_bytes = job.per_parameter.parameter if is_master else element_bytes
+    param_bytes = element_bytes if strategy == "zero3" else job.per_parameter.parameter
     units = gradients * element_bytes + parameters * param_bytes
     return round(units * job.workload.num_params / job.tp * (num_ranks - 1) / num_ranks)
 
 
 def _rates(job: TrainingJob, fsdp: int, tp: int) -> DeviceRates:
     """A device's rates; products at that of their shapes, for as many tokens as the table has rows at most."""
-    rates = job.cluster.rates(fsdp, tp)
-    if not job.cluster.target.chip.is_measured:
-        return rates
-    flops = job.workload.products_flops * _TABLE_TOKENS
-    return rates._replace(flops_per_s=flops / product_seconds(_run(job, _TABLE_TOKENS)))
+    flops_per_s = job.target.chip.flops_per_s[job.products]
+    if job.target.chip.is_measured:
+        flops_per_s = job.workload.products_flops * _TABLE_TOKENS / product_seconds(_run(job, _TABLE_TOKENS))
+    return DeviceRates(flops_per_s, *link_rates(job.target, job.network, fsdp, tp))
 
 
 def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:
     """What ``estimate`` takes, with ``tokens`` of a rank."""
     element_bytes = int(job.assumptions.element_bytes)
     return Run(
-        job.workload, job.cluster.target.chip, job.cluster.products, job.cluster.network, job.num_data_ranks, tokens,
-        num_microbatches, ("bucketed", "zero1", "zero2", "zero3")[job.stage if job.fsdp > 1 else 0], DEFAULT_BUCKET_MB,
+        job.workload, job.target.chip, job.products, job.network, job.num_data_ranks, tokens, num_microbatches,
+        ("bucketed", "zero1", "zero2", "zero3")[job.stage if job.fsdp > 1 else 0], DEFAULT_BUCKET_MB,
         element_bytes, element_bytes, param_bytes=int(job.per_parameter.parameter),
     )  # fmt: skip
 
@@ -200,8 +197,9 @@ def _tokens(job: TrainingJob, least: float) -> int:
         return job.tokens
     if math.isinf(least):
         raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    whole = math.ceil(least) if job.sequence_length == 1 else math.ceil(least / job.pieces) * job.pieces
-    return max(whole, job.pieces)
+    if job.sequence_length == 1:
+        return max(math.ceil(least), job.least_tokens)
+    return max(1, math.ceil(least / job.least_tokens)) * job.least_tokens
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
@@ -217,7 +215,7 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         largest = max(workload.tensor_elements) * element_bytes / job.tp
         bucket = min(every, max(DEFAULT_BUCKET_MB * MIB, every / 8, largest))
     return {
-        **state._asdict(),
+        **state,
         "gathered_parameters": gathered if job.gathers else 0.0,
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
         "activations": tokens / job.num_data_ranks * kept * element_bytes,
@@ -228,7 +226,7 @@ def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -
     """Fewest micro-batches of equal size that fit; None if no number does."""
     most = tokens // job.least_tokens
     others = sum(components.values()) - components["activations"]
-    least = formulas.least_ranks(components["activations"], others, job.cluster.target.chip.memory_bytes)
+    least = formulas.least_ranks(components["activations"], others, job.target.chip.memory_bytes)
     if least > most:
         return None
     return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
@@ -237,8 +235,8 @@ def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
     """Fewest devices with this Y and this micro-batch per rank; None if none fit."""
     num_params = job.workload.num_params / job.tp
-    whole = sum(formulas.state_bytes(num_params, job.stage, math.inf, job.held))  # what no rank shares
+    whole = sum(formulas.state_bytes(num_params, job.stage, math.inf, job.held).values())  # what no rank shares
     temporary = sum(components[name] for name in ("gathered_parameters", "gradient_buckets", "activations"))
-    capacity = job.cluster.target.chip.memory_bytes
+    capacity = job.target.chip.memory_bytes
     ranks = formulas.least_ranks(num_params * sum(job.held) - whole, whole + temporary, capacity)
     return int(ranks) * job.tp if math.isfinite(ranks) else None
