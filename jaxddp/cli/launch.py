@@ -22,6 +22,8 @@ from ..processes.stderr import print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .parser import noted_signals
 
+Process = subprocess.Popen[bytes]
+
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0  # after a failure, in which the others may say what they lost
 _GRACE_S = 30.0  # between SIGTERM and SIGKILL, as torchrun's
@@ -86,106 +88,102 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
     check_integer("num_processes", num_processes)
     check_integer("max_restarts", max_restarts, 0)
     for restart in range(max_restarts + 1):
-        status, is_signalled = _Processes(command, num_processes, log_dir, restart).wait()
-        if status == 0 or is_signalled or restart == max_restarts:
+        with noted_signals(is_in_job=False) as signals:
+            status = _wait(_start(command, num_processes, log_dir, restart), signals)
+        if status == 0 or signals or restart == max_restarts:
             break
         print_line(f"restart {restart + 1} of {max_restarts}, after status {status}")
     return status
 
 
-class _Processes:
-    """The processes of a job, started once; each leads a group of its own, with whatever it starts."""
+def _start(command: Sequence[str], count: int, log_dir: str | None, restart: int) -> list[Process]:
+    """Starts the processes of a job; each leads a group of its own, with whatever it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    alike = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": restart,
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
+        TOKEN: secrets.token_hex(16),
+    }
+    if log_dir is not None:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    processes = []
+    for rank in range(count):
+        variables = {name: str(value) for name, value in {**alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        is_shown = rank == 0 or log_dir is None
+        # Appended: another job may still write there.
+        with contextlib.nullcontext() if is_shown else Path(str(log_dir), f"rank-{rank}.log").open("ab") as log:
+            process = subprocess.Popen(
+                child_command(command),
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+        processes.append(process)
+    return processes
 
-    def __init__(self, command: Sequence[str], count: int, log_dir: str | None, restart: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        alike = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RESTART_COUNT": restart,
-            "TORCHELASTIC_USE_AGENT_STORE": False,  # not of a torchrun around this
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)),
-            TOKEN: secrets.token_hex(16),
-        }
-        self.processes: list[subprocess.Popen[bytes]] = []
-        if log_dir is not None:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
-        for rank in range(count):
-            variables = {name: str(value) for name, value in {**alike, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            with contextlib.ExitStack() as stack:
-                log = None
-                if rank > 0 and log_dir is not None:
-                    # Appended: another job may still write there.
-                    log = stack.enter_context(Path(log_dir, f"rank-{rank}.log").open("ab"))
-                process = subprocess.Popen(
-                    child_command(command),
-                    env=os.environ | variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    process_group=0,
-                )
-            self.processes.append(process)
 
-    def wait(self) -> tuple[int, bool]:
-        """Waits for all, and ends the others after a failure, or passes signals on; the status, and if one came."""
-        failed, num_passed_on, until = None, 0, float("inf")
-        with noted_signals(is_in_job=False) as signals:
-            try:
-                while self._running() and time.monotonic() < until and signal.SIGTERM not in signals:
-                    fresh = signals[num_passed_on:]
-                    self._send(*fresh)
-                    num_passed_on += len(fresh)
-                    if (first := self._failed()) and not signals and failed is not first:
-                        until, failed = min(until, time.monotonic() + _LAST_WORDS_S), first
-                        if len(self.processes) > 1:
-                            rank = self.processes.index(failed)
-                            print_line(f"rank {rank} ended with status {_status(failed)}: ending the others")
-                    time.sleep(_POLL_S)
-                failed = self._failed()  # the last may have ended at once
-            except KeyboardInterrupt:
-                self._send(signal.SIGINT)
-                raise
-            finally:
-                self._end()
-        failed = failed or self._failed()
-        return _status(failed) if failed else 0, bool(signals)
-
-    def _failed(self) -> subprocess.Popen[bytes] | None:
-        """One that has failed, by itself rather than for the loss of another."""
-        ended = [one for one in self.processes if one.returncode]
-        return min(ended, key=lambda one: one.returncode == LOST_ANOTHER, default=None)
-
-    def _running(self) -> list[subprocess.Popen[bytes]]:
-        """Those that have not ended; of others, what they have started is killed."""
-        for process in self.processes:
-            if process.returncode is None and process.poll() is not None:
-                _kill_group(process)
-        return [process for process in self.processes if process.returncode is None]
-
-    def _send(self, *numbers: int) -> None:
-        for number in numbers:
-            for process in self.processes:
-                process.send_signal(number)  # none to one that has ended
-
-    def _end(self) -> None:
-        """Ends what still runs, by SIGTERM and, if it ignores that, by SIGKILL."""
-        self._send(signal.SIGTERM, signal.SIGCONT)  # one that is stopped ends as well
-        deadline = time.monotonic() + _GRACE_S
-        while self._running() and time.monotonic() < deadline:
+def _wait(processes: Sequence[Process], signals: Sequence[int]) -> int:
+    """Waits for all, passes signals on, and ends the others after a failure; the exit status."""
+    until, num_passed_on = float("inf"), 0
+    try:
+        while _running(processes) and time.monotonic() < until and signal.SIGTERM not in signals:
+            for number in signals[num_passed_on:]:
+                _send(processes, number)
+                num_passed_on += 1
+            if not signals and _failure(processes)[1]:
+                until = min(until, time.monotonic() + _LAST_WORDS_S)
             time.sleep(_POLL_S)
-        for process in self._running():
+        rank, status = _failure(processes)
+        if status and not signals and len(processes) > 1:
+            print_line(f"rank {rank} ended with status {status}: ending the others")
+    finally:
+        _end(processes)
+    return status or _failure(processes)[1]
+
+
+def _failure(processes: Sequence[Process]) -> tuple[int, int]:
+    """Rank and status of one that has failed, by itself rather than for the loss of another; status 0 if none has."""
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if not failed:
+        return 0, 0
+    rank = min(failed, key=lambda rank: processes[rank].returncode == LOST_ANOTHER)
+    status = processes[rank].returncode
+    return rank, status if status >= 0 else 128 - status  # as shells have it: 137 after SIGKILL
+
+
+def _running(processes: Sequence[Process]) -> list[Process]:
+    """Those that have not ended; of others, what they have started is killed."""
+    for process in processes:
+        if process.returncode is None and process.poll() is not None:
             _kill_group(process)
-            process.wait()
+    return [process for process in processes if process.returncode is None]
 
 
-def _status(process: subprocess.Popen[bytes]) -> int:
-    """A process's exit status as shells have it: 137 after SIGKILL."""
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+def _end(processes: Sequence[Process]) -> None:
+    """Ends what still runs, by SIGTERM and, if it ignores that, by SIGKILL."""
+    _send(processes, signal.SIGTERM)
+    _send(processes, signal.SIGCONT)  # one that is stopped ends as well
+    deadline = time.monotonic() + _GRACE_S
+    while _running(processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in _running(processes):
+        _kill_group(process)
+        process.wait()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _send(processes: Sequence[Process], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)  # none to one that has ended
+
+
+def _kill_group(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
