@@ -75,14 +75,14 @@ class TrainOptions:
         check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
         check_positive("stuck_s", self.stuck_s)
-        if check_integer("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed (={self.seed}) must be below 2^63")
+        check_integer("seed", self.seed, 0)
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
-        if self.max_restarts and self.checkpoint is not None and not self.resume:
-            raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
-        if self.devices is not None:
-            self.check_batch_size(self.devices)
+        if num_ranks := self.devices or self.processes:
+            self.check_batch_size(num_ranks)
+        if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
+            raise ValueError(f"strategy {self.strategy!r} has no buckets: leave out bucket_mb (={self.bucket_mb:g})")
+        self.strategy_options = {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
         self.config = SIZES[self.model]
 
     def check_batch_size(self, num_ranks: int) -> None:
@@ -113,12 +113,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     """Trains, or starts the processes of a job that do; the launcher's exit status."""
     options = options_of(arguments)
-    if (job := find_job()) is not None and options.processes not in (None, job.num_processes):
-        raise ValueError(f"processes (={options.processes}) must be those of the job (={job.num_processes})")
-    if options.processes is not None and job is None:  # the processes get the same command
-        if (options.devices or options.batch_size) % options.processes:
-            shared = f"devices (={options.devices})" if options.devices else f"batch_size (={options.batch_size})"
-            raise ValueError(f"processes (={options.processes}) must divide {shared}")
+    if options.processes is not None and find_job() is None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
@@ -161,15 +156,8 @@ def take_steps(
 ) -> list[StepReport]:
     """Trains up to the last step; all processes of a job take the same branches.
 
-    Args:
-        options: The command's.
-        corpus: The text.
-        training: The ``_Training`` of either program.
-        checkpoints: The class ``Checkpoints`` of its package.
-        say: Gets lines of text.
-
-    Returns:
-        A report for each step; none if a resumed run has taken all its steps.
+    ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
+    text. Gives a report for each step; none if a resumed run has taken all its steps.
 
     Raises:
         FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
@@ -178,8 +166,8 @@ def take_steps(
         ValueError: If the checkpoint is of another run.
     """
     reports: list[StepReport] = []
-    error: Exception | None = None
-    num_skips, max_skips = 0, _MAX_SKIPS if options.nonfinite == "skip" else 0  # in a row
+    num_skips = 0  # in a row
+    signalled: Signalled | None = None
     held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
     data = {"seed": options.seed, "text_crc32": corpus.crc32}  # of which checkpoints say what was taken
     with contextlib.ExitStack() as stack:
@@ -189,52 +177,53 @@ def take_steps(
             return []
         training.start(corpus.batch(0, options.batch_size, seed=options.seed))
         signals = stack.enter_context(noted_signals(training.is_noted_by_jax))
-        while error is None and training.num_steps < options.steps:
+        while signalled is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch)  # it waits itself
             step, num_batches = training.num_steps, num_batches + 1
+            position = data | {"examples": num_batches * options.batch_size}
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
 
+            found = f"loss (={loss}) and gradient norm (={norm})"
             num_skips = 0 if math.isfinite(loss) and math.isfinite(norm) else num_skips + 1
-            gives_up = num_skips > max_skips
-            if gives_up:
-                error = FloatingPointError(f"loss (={loss}) and gradient norm (={norm}) of step {step} must be finite")
-                if options.nonfinite == "raise":  # the state before is gone: there is nothing to save
-                    raise error
-            elif step < options.steps and training.is_signalled(signals):
-                error = Signalled(signals[0] if signals else signal.SIGTERM, f"after {step} of {options.steps} steps")
+            if num_skips > (_MAX_SKIPS if options.nonfinite == "skip" else 0):
+                if folder is not None and options.nonfinite != "raise":  # else the state before is gone
+                    training.check_replicas()
+                    _keep_aside(checkpoints, f"{options.checkpoint}/{step}.nonfinite", training, position, say)
+                raise FloatingPointError(f"{found} of step {step} must be finite")
+            if step < options.steps and training.is_signalled(signals):
+                number = signals[0] if signals else signal.SIGTERM
+                signalled = Signalled(number, f"after {step} of {options.steps} steps")
 
+            is_last = signalled is not None or step == options.steps
             is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
-            is_last = error is not None or step == options.steps
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
             validation_loss = None
-            if held_out and is_due and error is None:
+            if held_out and is_due and signalled is None:
                 validation_loss = training.mean_loss(held_out)
                 if not math.isfinite(validation_loss):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
-
-            position = data | {"examples": num_batches * options.batch_size}
-            if folder is not None and gives_up:  # the state before, where --resume does not find it
-                path = f"{options.checkpoint}/{step}.nonfinite"
-                with checkpoints(path) as aside:
-                    if is_first := aside.latest_step() is None:
-                        training.save(aside, position)
-                say(f"the state before is kept in {path}" if is_first else f"{path} keeps that of an earlier run")
-            elif folder is not None and (is_last or (is_due and num_skips == 0)):
+            if folder is not None and (is_last or (is_due and num_skips == 0)):
                 training.save(folder, position)
             reports.append(StepReport(step, loss, validation_loss, seconds))
-            if num_skips and not gives_up:
-                say(f"step {step} is skipped: loss (={loss}) and gradient norm (={norm}) are not finite")
-            elif line := progress(options, reports):
+            if line := f"step {step} is skipped: {found} are not finite" if num_skips else progress(options, reports):
                 say(line)
         if folder is not None:
             say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
-    if error is not None:
-        raise error
+    if signalled is not None:
+        raise signalled
     for line in summary(options, reports, *training.collectives()):
         say(line)
     return reports
+
+
+def _keep_aside(checkpoints: Any, path: str, training: Any, position: Any, say: Callable[[str], None]) -> None:
+    """Saves a state where ``--resume`` does not find it, once."""
+    with checkpoints(path) as aside:
+        if aside.latest_step() is None:
+            training.save(aside, position)
+    say(f"the state before is kept in {path}")
 
 
 def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: Any, say: Callable[[str], None]) -> int:
@@ -262,21 +251,19 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
 def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None:
     """A line about the last step: after a validation, after the first step, and about 20 times in a run."""
     last, steps = reports[-1], options.steps
-    if last.validation_loss is None and last.step > 1 and last.step % math.ceil(steps / _NUM_LINES):
+    if last.validation_loss is None and last.step not in (1, steps) and last.step % math.ceil(steps / _NUM_LINES):
         return None
     line = f"step {last.step:{len(str(steps))}}/{steps}  loss {last.loss:.3f}  {_tokens_per_s(options, reports[-20:])}"
-    return line if last.validation_loss is None else f"{line}  validation {_nats(last.validation_loss)}"
+    if (loss := last.validation_loss) is None:
+        return line
+    return f"{line}  validation {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte"
 
 
 def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
     """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
     said = f"{describe_collectives(found)}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
-    first, last = reports[0], reports[-1]
-    validation = "none: too little text is held out" if last.validation_loss is None else _nats(last.validation_loss)
     return [
         f"collectives  planned {describe_collectives(planned)}; {how}: {said}",
-        f"loss         {first.loss:.3f} nats at step {first.step}, {last.loss:.3f} at step {last.step}",
-        f"validation   {validation}",
         f"step time    {summarize([one.seconds for one in reports])}",
         f"throughput   {_tokens_per_s(options, reports)} ({options.batch_size} x {options.config.context} per step)",
     ]
@@ -285,7 +272,3 @@ def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, 
 def _tokens_per_s(options: TrainOptions, reports: Sequence[StepReport]) -> str:
     median_s = summarize([one.seconds for one in reports]).median_ms / 1e3
     return f"{options.batch_size * options.config.context / median_s:,.0f} tokens/s"
-
-
-def _nats(loss: float) -> str:
-    return f"{loss:.3f} nats, {loss / math.log(2):.3f} bits per byte"

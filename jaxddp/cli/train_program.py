@@ -15,7 +15,6 @@ from ..checkpoint.interop import from_numpy
 from ..checkpoint.weights import load_weights
 from ..models import build
 from ..processes.job import find_job
-from ..registry import is_bucketed
 from ..training.agreement import check_alike
 from ..training.data import Batch, Corpus
 from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, take_steps
@@ -24,7 +23,7 @@ from .train import DEFAULT_SIMULATED_DEVICES, StepReport, TrainOptions, take_ste
 def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None) -> list[StepReport]:
     """Trains a language model: ``say`` gets lines of text. What it returns and raises is ``take_steps``'."""
     jaxddp.keep_freed_memory()
-    strategy = make_strategy(options)
+    strategy = jaxddp.make_strategy(options.strategy, **options.strategy_options)
     corpus = Corpus(options.data, context=options.config.context)
     mesh = start_ranks(options)
     options.check_batch_size(mesh.size)
@@ -107,20 +106,9 @@ def start_ranks(options: TrainOptions) -> Mesh:
             jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
         return jaxddp.data_mesh(options.devices)
     num_ranks = options.devices or job.num_processes
-    if num_ranks % job.num_processes:
-        raise ValueError(f"devices (={num_ranks}) must be divisible by the job's processes (={job.num_processes})")
-    jax.config.update("jax_num_cpu_devices", num_ranks // job.num_processes)  # GPUs are what the launcher gave
+    jax.config.update("jax_num_cpu_devices", -(-num_ranks // job.num_processes))  # GPUs are what the launcher gave
     jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
     return jaxddp.data_mesh(options.devices)
-
-
-def make_strategy(options: TrainOptions) -> jaxddp.Strategy:
-    """The strategy by its name, with a cap of its buckets if one is given."""
-    if options.bucket_mb is None or options.strategy not in jaxddp.STRATEGIES:
-        return jaxddp.make_strategy(options.strategy)
-    if not is_bucketed(options.strategy):
-        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    return jaxddp.make_strategy(options.strategy, bucket_mb=options.bucket_mb)
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:

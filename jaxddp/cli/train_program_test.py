@@ -13,7 +13,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.cli import train_program
-from jaxddp.cli.parser import SIGNALS, Signalled
+from jaxddp.cli.parser import SIGNALS, Signalled, noted_signals
 from jaxddp.cli.train import StepReport, TrainOptions
 from jaxddp.cli.train_program import train
 from jaxddp.comparison_test import drawn, refusal
@@ -125,15 +125,22 @@ def test_weights_are_read_from_a_file(bigram, tmp_path):
     assert losses[0] == train(bigram(steps=1))[0].loss != losses[1]
 
 
-def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
+def test_a_complete_run_takes_no_more_steps_and_what_does_not_fit_its_checkpoint_is_refused(bigram, tmp_path):
+    def second(line):
+        if line.startswith("step 1/"):
+            found = refusal(jaxddp.Checkpoints(tmp_path).reserve)
+            assert f"is being written to by process {os.getpid()} on " in found
+
     run = partial(bigram, checkpoint=str(tmp_path))
-    train(run(steps=3))
+    train(run(steps=3), second)
+    assert train(run(steps=2, resume=True)) == []
     other, edited = tmp_path / "other.txt", tmp_path / "edited.txt"
     other.write_bytes(b"Another text. " * 200)
     edited.write_bytes(b"A strategy is what its compiled program did. " * 200 + b"." * 200)
     for changes, reason in [
         ({"resume": False}, "holds step 3: resume, or another folder"),
         ({"seed": 1}, "seed (=1) must be 0, as in the checkpoint"),
+        ({"seed": 1, "steps": 3}, "seed (=1) must be 0"),  # it is another run that is complete
         ({"data": str(other)}, "text_crc32 (="),
         ({"data": str(edited)}, "text_crc32 (="),
         ({"batch_size": 16}, "batch_size (=16) must divide the examples taken (=24)"),
@@ -146,13 +153,6 @@ def test_what_does_not_fit_the_checkpoint_is_refused(bigram, tmp_path):
         checkpoints.save(trainer, trainer.init(params), data_position={"epoch": 1})
     found = refusal(train, bigram(checkpoint=str(tmp_path / "of another program"), resume=True))
     assert "must be one of this command" in found
-
-
-def test_a_complete_run_takes_no_more_steps(bigram, tmp_path):
-    run = partial(bigram, checkpoint=str(tmp_path), resume=True)
-    train(run(steps=3))
-    assert train(run(steps=2)) == []
-    assert "seed (=1) must be 0" in refusal(train, run(steps=3, seed=1))  # it is another run that is complete
 
 
 @pytest.fixture
@@ -217,15 +217,6 @@ def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, tmp_path, monke
     assert names_in(tmp_path) == ["3"]
 
 
-def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):
-    def second(line):
-        if line.startswith("step 1/"):
-            found = refusal(jaxddp.Checkpoints(tmp_path).reserve)
-            assert f"is being written to by process {os.getpid()} on " in found
-
-    train(bigram(steps=1, checkpoint=str(tmp_path)), second)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_when_the_step_is_saved(bigram, tmp_path, number):
     def say(line):
@@ -239,10 +230,11 @@ def test_a_signal_ends_the_run_when_the_step_is_saved(bigram, tmp_path, number):
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_signal_that_is_ignored_stays_so(bigram):
+def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        said = bigram(steps=2), lambda line: line.startswith("step 1/") and signal.raise_signal(signal.SIGHUP)
-        assert len(train(*said)) == 2
+        with noted_signals(is_in_job=False) as signals:
+            signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+    assert signals == []

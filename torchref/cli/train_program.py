@@ -1,7 +1,6 @@
 """``python -m torchref train``: trains a language model of bytes, as ``python -m jaxddp train`` does."""
 
 import argparse
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from ..communication.collectives import Issued, record
 from ..interop import from_numpy
 from ..launch import init_from_env
 from ..models import build, loss_fn
-from ..registry import STRATEGIES, make_training
+from ..registry import make_training
 from ..replicas import check_replicas
 from ..strategy import DataParallel
 from ..train import Trainer, local_rows
@@ -71,12 +70,16 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
     if options.weights is not None:
         from_numpy(load_weights(options.weights), module)
     num_params = sum(parameter.numel() for parameter in module.parameters())
-    net, optimizer = wrap(options, module.to(device))
+    optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
+    net, optimizer = make_training(  # AdamW's weight decay is 0.01
+        options.strategy, module.to(device), optimizer_cls, options.strategy_options, lr=options.learning_rate
+    )
     trainer = Trainer(
         loss_fn, optimizer, net, num_microbatches=options.microbatches, max_grad_norm=options.max_grad_norm,
         nonfinite="ignore" if options.nonfinite == "raise" else "skip",
     )  # fmt: skip
-    say(f"{options.model} ({num_params:,} parameters) on {_describe(device)}, {options.strategy}")
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU device"
+    say(f"{options.model} ({num_params:,} parameters) on {dist.get_world_size()} x {kind}, {options.strategy}")
     say(f"text: {corpus.source}, {corpus.num_bytes:,} bytes")
 
     return command.take_steps(options, corpus, _Training(trainer, net), Checkpoints, say)
@@ -135,25 +138,6 @@ class _Training:
 
     def restore(self, folder: Checkpoints) -> Any:
         return folder.restore(self._trainer)[1]
-
-
-def wrap(options: command.TrainOptions, module: torch.nn.Module) -> tuple[DataParallel, Any]:
-    """The module under its strategy, and what takes its steps; a ValueError if there is no such one, or no buckets."""
-    cap = {} if options.bucket_mb is None else {"bucket_mb": options.bucket_mb}
-    strategy = STRATEGIES.get(options.strategy)
-    if cap and strategy and "bucket_mb" not in inspect.signature(strategy).parameters:
-        raise ValueError(f"strategy {options.strategy!r} has no buckets: leave out bucket_mb (={options.bucket_mb:g})")
-    settings = {"lr": options.learning_rate}
-    optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
-    settings |= {"weight_decay": 0.01} if options.optimizer == "adamw" else {}
-    return make_training(options.strategy, module, optimizer_cls, cap, **settings)
-
-
-def _describe(device: torch.device) -> str:
-    num_ranks = dist.get_world_size()
-    if device.type == "cuda":
-        return f"{num_ranks} x {torch.cuda.get_device_name(device)}"
-    return "1 CPU device" if num_ranks == 1 else f"{num_ranks} CPU devices of {num_ranks} processes"
 
 
 def _to_device(batch: Batch) -> dict[str, torch.Tensor]:
