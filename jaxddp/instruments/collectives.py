@@ -9,7 +9,6 @@ Printed, they are a table.
 import functools
 import math
 import os
-import tempfile
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..table import table
 from . import targets
-from .hlo import HLOError
 from .schedule import REDUCTIONS, Collective, Operation, phase_of_name, read_schedule
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
@@ -76,9 +74,7 @@ class Collectives:
         return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
 
     def __str__(self) -> str:
-        counts = Counter({one.kind: 0 for one in self.found})
-        for one in self.found:
-            counts[one.kind] += one.count
+        counts = Counter(kind for kind, _ in self.pairs)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "no collectives"
         lines = [f"{kinds} in one call on {self.num_devices} devices, {in_bytes(self.num_bytes)}"]
         if self.found:
@@ -98,7 +94,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
 
     Args:
         program: A function, jitted or not (``jax.jit``, ``jax.shard_map``, ``nnx.jit``); or one that is lowered or
-            compiled already, or traced; or a file, or the text, of a scheduled HLO module.
+            compiled already; or a file, or the text, of a scheduled HLO module.
         *args: The function's arguments: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they have in a run.
         target: Compiles the function for machines that are not here, such as ``h100:8`` or ``v5p:128``: its mesh has as
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
@@ -106,36 +102,26 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
 
     Raises:
         ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
-            installed, or its size not the mesh's; if the text cannot be read (``HLOError``).
+            installed, or its size not the mesh's; if the text cannot be read.
     """
     mesh, compiled = None, program
-    is_traced = isinstance(program, jax.stages.Traced)
-    if is_traced and (args or kwargs):
-        raise ValueError("args must be left out for a program that is traced already")
-    if is_traced or (callable(program) and not isinstance(program, jax.stages.Compiled | targets.TargetProgram)):
+    if callable(program) and not hasattr(program, "as_text"):
         if isinstance(program, types.MethodType) and hasattr(program, "trace"):  # which is that of the function alone
             program, args = program.__func__, (program.__self__, *args)
-        jitted = program if hasattr(program, "trace") or is_traced else jax.jit(program)  # pmap has none
-        traced = program if is_traced else jitted.trace(*args, **kwargs)
+        jitted = program if hasattr(program, "trace") else jax.jit(program)  # pmap has none
+        traced = jitted.trace(*args, **kwargs)
         traced = getattr(traced, "traced", traced)  # of nnx.jit
         mesh = targets.mesh_of(traced)
         if target is None:
             compiled = traced.lower().compile()
         else:
-            with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-                machine = targets.target(target)
-                early = folder if machine.platform == "tpu" and " " not in folder else ""  # libtpu divides at spaces
-                compiled = targets.start_compile_traced(machine, traced, early).result()
+            compiled = targets.start_compile_traced(targets.target(target), traced, needs_memory=False).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     elif hasattr(program, "compile"):
         compiled = program.compile()
     elif isinstance(program, (str, os.PathLike)):
-        text = str(program)
-        try:
-            compiled = text.lstrip() if "\n" in text else Path(text).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise HLOError(f"program (={text!r}) must be the text of an HLO module, or its file: {error}") from error
+        compiled = str(program).lstrip() if "\n" in str(program) else Path(program).read_text()
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
     for one, times in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):

@@ -1,10 +1,10 @@
 """Compiles one program for devices that are not there; started by ``targets.py``.
 
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script and
-imports nothing of this package: JAX starts here with the environment that the parent chose. The argument is the
-parent's process id. Standard input is the pickled request, standard output the pickled text and memory of the compiled
-program, or one string: why there is none. With a ``text_folder`` it is the text alone, as soon as the compiler for TPUs
-has written the scheduled module there, in a quarter of its time.
+imports nothing of this package: JAX starts here with the environment that the parent chose. Standard input is the
+pickled request, standard output the pickled text and memory of the compiled program, or one string: why there is none.
+Arguments are the parent's process id and a folder: the process ends as soon as the compiler for TPUs has written the
+scheduled module there.
 """
 
 import ctypes
@@ -46,33 +46,27 @@ def compile_request(request: dict[str, Any]) -> tuple[str | None, dict[str, int]
     return compiled.as_text(), {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
 
 
-def _watch(folder: Path) -> None:
+def end_once_written(folder: Path) -> None:
+    """Ends this process when the whole text of a scheduled module is in a folder."""
     while True:
         time.sleep(0.1)
         for path in folder.glob("*-TLP-hlo.txt"):
             text = path.read_text()
             if "\nENTRY " in text and text.endswith("}\n\n"):  # the last computation, and whole
-                _answer((text, {}))
-
-
-def _answer(content: Any) -> None:
-    said = pickle.dumps(content)
-    _is_answered.acquire()  # once
-    _answer_to.write(said)
-    _answer_to.flush()
-    os._exit(0)  # the interpreter's shutdown of the plugins takes a second
+                os._exit(0)
 
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives its parent
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the parent has ended")
-    _answer_to, _is_answered = os.fdopen(os.dup(1), "wb"), threading.Lock()
+    answer_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps the compilers' output out of the answer
+    threading.Thread(target=end_once_written, args=(Path(sys.argv[2]),), daemon=True).start()
     try:
-        request = pickle.load(sys.stdin.buffer)
-        if request["text_folder"]:
-            threading.Thread(target=_watch, args=(Path(request["text_folder"]),), daemon=True).start()
-        _answer(compile_request(request))
+        answer: Any = compile_request(pickle.load(sys.stdin.buffer))
     except Exception as error:
-        _answer(f"{type(error).__name__}: {error}")
+        answer = f"{type(error).__name__}: {error}"
+    pickle.dump(answer, answer_to)
+    answer_to.flush()
+    os._exit(0)  # the interpreter's shutdown of the plugins takes a second

@@ -9,11 +9,9 @@ stand in the order of execution.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -140,21 +138,17 @@ class Module:
         self.num_devices = math.prod(int(count[1]) if count else 1 for count in counts)  # that it was compiled for
 
 
-class HLOError(ValueError):
-    """A text is not a compiled program that can be read."""
-
-
 @functools.lru_cache(maxsize=2)  # the readers of one program, one after the other
 def parse_module(text: str) -> Module:
-    """Parses a scheduled program; an HLOError if it is none, or is cut."""
+    """Parses a scheduled program; a ValueError if it is none, or is cut."""
     if not text.startswith("HloModule"):
-        raise HLOError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
+        raise ValueError(f"text (={text[:40]!r}...) must be a compiled HLO module, as Compiled.as_text() gives it")
     header, *lines = text.split("\n")  # not splitlines(): names may hold other separators
     if not text.rstrip().rpartition("\n")[2].startswith("}"):
-        raise HLOError(_CUT_OFF)
+        raise ValueError(_CUT_OFF)
     if "is_scheduled=true" not in header:
-        raise HLOError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
-    module = Module(header, _sources(lines))
+        raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
+    module = Module(header, _sources(text))
     current: Computation | None = None
     for number, line in enumerate(lines, 2):
         if current is not None and line.startswith("}"):
@@ -163,31 +157,28 @@ def parse_module(text: str) -> Module:
             if instruction := _parse_instruction(line, current, module):
                 current[instruction.name] = instruction
             elif line.strip():
-                raise HLOError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
+                raise ValueError(f"line {number} of the HLO module (={line.strip()[:60]!r}...) is no instruction")
         elif found := _HEADER.match(line):
             if found["name"] in module.computations:
-                raise HLOError(f"line {number} of the HLO module begins {found['name']!r} again: it must be one module")
+                raise ValueError(f"line {number} begins {found['name']!r} again: it must be one HLO module")
             current = module.computations[found["name"]] = {}
             module.entry = current if found["entry"] else module.entry
     if not module.entry or current is not None:
-        raise HLOError(_CUT_OFF)
+        raise ValueError(_CUT_OFF)
     return module
 
 
-def _sources(lines: Sequence[str]) -> dict[int, str]:
+def _sources(text: str) -> dict[int, str]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
-    tables: dict[str, dict[int, str]] = defaultdict(dict)
-    rows: dict[int, str] = {}
-    for line in itertools.takewhile(lambda line: not _HEADER.match(line), lines):
-        if row := re.match(r'(\d+) [{"](.*)[}"]$', line):
-            rows[int(row[1])] = row[2]
-        else:
-            rows = tables[line]
+    tables = {
+        title: {int(name): row for name, row in re.findall(r'^(\d+) [{"](.*)[}"]$', rows, re.MULTILINE)}
+        for title, rows in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE)
+    }
+    frames = tables.get("StackFrames", {})
 
-    def number(line: str, key: str) -> int:
-        return int(line.partition(f"{key}=")[2].partition(" ")[0])
+    def number(row: str, key: str) -> int:
+        return int(row.partition(f"{key}=")[2].partition(" ")[0])
 
-    frames = tables["StackFrames"]
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
     shift = number(frames[1], "parent_frame_id") if frames else 0
     of_users: dict[int, str] = {}  # the nearest caller outside of libraries

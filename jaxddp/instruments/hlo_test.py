@@ -92,7 +92,7 @@ X, Z = "%x = f32[] parameter(0)", "ROOT %z = f32[] negate(%x)"
         (handmade(f"ROOT {X}").replace(", is_scheduled=true", ""), r"not scheduled: compile it first"),
         (handmade(X, "%y = ", Z), "line 5 .*'%y =.* is no instruction"),
         (handmade("%x = f32[] negate(%y", Z), "line 4 .* is no instruction"),
-        (handmade(f"ROOT {X}", others=ADD + ADD), "line 9 .* begins 'add' again: it must be one module"),
+        (handmade(f"ROOT {X}", others=ADD + ADD), "line 9 begins 'add' again: it must be one HLO module"),
         ("HloModule m, is_scheduled=true\n\n" + ADD, "cut off"),
     ],
 )

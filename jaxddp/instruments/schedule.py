@@ -22,7 +22,7 @@ import numpy as np
 
 from ..network import Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
-from .hlo import Computation, HLOError, Instruction, parse_module
+from .hlo import Computation, Instruction, parse_module
 from .work import Work, arithmetic, trips, work_of
 
 COLLECTIVE_KINDS = (
@@ -30,7 +30,6 @@ COLLECTIVE_KINDS = (
     "ragged-all-to-all",
 )  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-_TRANSFERS = ("send", "recv")
 _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 
 
@@ -102,12 +101,12 @@ class Schedule:
     memory: Any = None  # of one device, as Compiled.memory_analysis() gives it; None if only the text was given
 
     def collectives(self) -> list[Collective]:
-        """All collectives in schedule order; those of a loop once per iteration."""
-        return [operation.starts for operation in _walk(self.operations) if operation.starts]
+        """All collectives in schedule order; each of a loop as often as it iterates."""
+        return [one.starts for one, times in walk(self.operations) if one.starts for _ in range(times)]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
         """Sorted ``(kind, bytes)`` of the strategy's collectives: ``Collective.is_gradients``."""
-        return sorted((c.kind, c.num_bytes) for c in self.collectives() if c.is_gradients)
+        return [(kind, num_bytes) for kind, num_bytes, _ in self.gradient_groups()]
 
     def gradient_groups(self) -> list[tuple[str, int, tuple[int, ...]]]:
         """The same, with the devices of the first group."""
@@ -134,19 +133,14 @@ class Schedule:
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
 
-    An ``HLOError``, a ValueError of one line, says if the text is not a scheduled HLO module, or is damaged.
+    A ValueError of one line says if the text is not a scheduled HLO module, or is damaged.
     """
-    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-        wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
-        raise HLOError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
         module = parse_module(compiled if isinstance(compiled, str) else compiled.as_text())
         operations = _read(module.entry)
-    except HLOError:
-        raise
-    except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
-        found = f"{type(error).__name__} ({' '.join(str(error).split())[:80]})"
-        raise HLOError(f"the HLO module is damaged, or of a compiler that prints it otherwise: {found}") from error
+    except (AttributeError, LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise ValueError(f"the program must be a scheduled HLO module that can be read: {said}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Schedule(operations, module.num_devices, tuple(dict.fromkeys(module.notes)), memory)
 
@@ -192,7 +186,7 @@ def _collective(instruction: Instruction) -> Collective | None:
     """The collective that an instruction issues: itself, or the first one inside what it calls."""
     if _read_inside(instruction) or instruction.opcode.endswith(("-done", "-update")):
         return None
-    if instruction.opcode in _TRANSFERS:
+    if instruction.opcode in ("send", "recv"):
         instruction.module.notes.append(f"{instruction.opcode} {instruction.name}: what it transfers is not counted")
         return None
     found = [inner for inner in instruction.within() if _kind(inner)]
@@ -202,8 +196,12 @@ def _collective(instruction: Instruction) -> Collective | None:
         named = f"{instruction.opcode} {instruction.name}"
         instruction.module.notes.append(f"{named}: holds {len(found)} collectives, only the first is counted")
     inner = found[0]
+
+    def readers(one: Instruction) -> list[Instruction]:
+        return [each for each in one.computation.values() if one.name in each.operands]
+
     # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
-    origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, _readers))]
+    origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, readers))]
     return Collective(
         _kind(inner), _full_bytes(inner), _group(inner),
         is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
@@ -220,10 +218,10 @@ def _group(collective: Instruction) -> tuple[int, ...]:
     if mesh := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^}}]*)\}}", printed):
         axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         sizes, chosen = [*map(int, axes.values())], [[*axes].index(name) for name in re.findall(r"'([^']+)'", mesh[4])]
-        order = [*(dim for dim in range(len(sizes)) if dim not in chosen), *chosen]
         count = math.prod(sizes[dim] for dim in chosen)
         devices = _reshaped(mesh[2], mesh[3]) if mesh[2] else np.arange(math.prod(sizes))
-        return tuple(devices.reshape(sizes).transpose(order).reshape(-1, count)[0].tolist())
+        by_group = np.moveaxis(devices.reshape(sizes), chosen, range(-len(chosen), 0))
+        return tuple(by_group.reshape(-1, count)[0].tolist())
     if iota := re.match(rf"\[(\d+),(\d+)\]<={_RANGE}", printed):
         return tuple(_reshaped(iota[3], iota[4])[: int(iota[2])].tolist())
     if listed := re.match(r"\{\{[\d,{}]+\}\}", printed):
@@ -288,10 +286,6 @@ def _named(instruction: Instruction, after: Callable[[Instruction], list[Instruc
     return sorted(found, key=lambda one: "transpose(" not in one.op_name)  # the backward's first
 
 
-def _readers(instruction: Instruction) -> list[Instruction]:
-    return [one for one in instruction.computation.values() if instruction.name in one.operands]
-
-
 def phase_of_name(op_name: str, is_sent: bool = False) -> str:
     """The phase that JAX's name of an operation says, of what is sent also within strategies; empty if it says none."""
     if OPTIMIZER_SCOPE in op_name:
@@ -323,8 +317,8 @@ def _full_bytes(collective: Instruction) -> int:
     return sum(one.num_bytes for one in sent)
 
 
-def _walk(operations: tuple[Operation, ...]) -> Iterator[Operation]:
+def walk(operations: tuple[Operation, ...], times: int = 1) -> Iterator[tuple[Operation, int]]:
+    """Gives operations and those of their bodies, each with the number of times that it runs."""
     for operation in operations:
-        yield operation
-        for _ in range(operation.trips if operation.communicates else 0):
-            yield from _walk(operation.body)
+        yield operation, times
+        yield from walk(operation.body, times * operation.trips)

@@ -3,20 +3,17 @@ import pytest
 from jaxddp.comparison_test import refusal
 from jaxddp.instruments.hlo_test import ADD
 from jaxddp.instruments.schedule import Overlap, read_schedule
+from jaxddp.instruments.testdata import handmade
 from jaxddp.network import Network
 
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
 
 
-def module(*lines, before="", header="num_partitions=8"):
-    """A program of some instructions after the parameters p (256 bytes) and q (64 bytes)."""
-    body = ["%p = f32[16,4]{1,0} parameter(0)", "%q = bf16[8,4]{1,0} parameter(1)", *lines]
-    body[-1] = "ROOT " + body[-1]
-    entry = "\n".join(f"  {line}" for line in body)
-    return (
-        f"HloModule jit_step, is_scheduled=true, {header}\n\n{ADD}\n{before}\n"
-        f"ENTRY %main (p: f32[16,4], q: bf16[8,4]) -> f32[16,4] {{\n{entry}\n}}\n"
-    )
+def module(*lines, before=""):
+    """A program on 8 devices of some instructions after the parameters p (256 bytes) and q (64 bytes)."""
+    given = "%p = f32[16,4]{1,0} parameter(0)", "%q = bf16[8,4]{1,0} parameter(1)"
+    text = handmade(*given, *lines[:-1], f"ROOT {lines[-1]}", others=f"{ADD}{before}\n")
+    return text.replace("\n", ", num_partitions=8\n", 1)
 
 
 def computation(name, *lines):
@@ -176,7 +173,7 @@ def test_a_fusion_that_communicates_does_both_at_once():
 
 
 def test_a_text_that_calls_what_it_does_not_hold_is_refused():
-    assert "damaged" in refusal(read_schedule, module("%c = f32[16,4] call(%p), to_apply=%gone"))
+    assert "KeyError: 'gone'" in refusal(read_schedule, module("%c = f32[16,4] call(%p), to_apply=%gone"))
 
 
 DOT = "dot({}, {}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"  # of [16,4]: 2 x 16 x 16 x 4 FLOPs

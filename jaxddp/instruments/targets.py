@@ -11,8 +11,9 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +38,7 @@ TIMEOUT_S = 600.0
 
 
 class TargetProgram(NamedTuple):
-    """A program compiled for devices that are not here: read like ``jax.stages.Compiled``, it raises when called."""
+    """A program compiled for devices that are not here, read like ``jax.stages.Compiled``."""
 
     target: Target
     text: str
@@ -51,16 +52,9 @@ class TargetProgram(NamedTuple):
         """Memory on each device."""
         return self.memory
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses to run: a ValueError."""
-        raise ValueError(f"this program is compiled for {self.target.spec!r}, which is not here: it cannot run")
 
-
-class TargetError(ValueError):
-    """A program could not be compiled for a target, in one line; its cause has the compiler's full output."""
-
-
-Pending = Future[TargetProgram]  # its result() waits, and raises a TargetError
+# Its result() waits; a ValueError says in a line why there is none, and its cause has the compiler's full output.
+Pending = Future[TargetProgram]
 
 
 def mesh(spec: str, *, axis: str = DATA_AXIS, replicas: int = 1) -> AbstractMesh:
@@ -108,24 +102,19 @@ def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
     for sharding in (*traced._params["in_shardings"], *(one.sharding for one in traced._meta_tys_flat)):
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
-    jaxprs = [traced.jaxpr.jaxpr]
-    while jaxprs:
-        for equation in jaxprs.pop().eqns:
-            if equation.primitive.name == "shard_map":
-                return equation.params["mesh"]
-            jaxprs += core.jaxprs_in_params(equation.params)
-    return None
+    operations = (inner for equation in traced.jaxpr.jaxpr.eqns for inner in nested(equation))
+    return next((one.params["mesh"] for one in operations if one.primitive.name == "shard_map"), None)
 
 
-def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
+def start_compile_traced(target: Target, traced: Any, *, needs_memory: bool = True) -> Pending:
     """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
-    With a ``text_folder`` the compiler for TPUs is not waited for after the scheduled module: a program that needs too
-    much memory may pass.
+    Without ``needs_memory`` the compiler for TPUs is not waited for after the scheduled module, which it writes in a
+    quarter of its time: the program's memory is not known, and may be too much.
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
-        raise TargetError(
+        raise ValueError(
             f"arguments must have shardings over a mesh of {target.num_devices} devices to compile for"
             f" {target.spec!r}, not {mesh}: give arrays, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
         )
@@ -148,36 +137,28 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     try:
         exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
     except (ValueError, NotImplementedError) as error:
-        names = {one.primitive.name for each in params["jaxpr"].jaxpr.eqns for one in nested(each)}
-        calls = ", ".join(sorted(name for name in names if "callback" in name or "debug" in name))
-        said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
-        raise TargetError(f"{said}; {calls} must be left out, which calls Python" if calls else said) from error
-    topology, environment = _topology(target)
+        raise ValueError(f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}") from error
     request = {
-        "topology": topology,
+        "topology": _topology(target),
         "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
         "axis_types": [kind.name for kind in mesh.axis_types],
         "shape": mesh.axis_sizes,
         "donate_argnums": donated,
         "compiler_options": dict(params.get("compiler_options_kvs", ())),
-        "text_folder": text_folder,
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    if text_folder:
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT} --xla_jf_dump_to={text_folder}".strip()
-    return _pending(target, pickle.dumps(request), os.environ | environment)
+    return _pending(target, pickle.dumps(request), _environment(target), needs_memory)
 
 
 def check_installed(target: Target) -> None:
-    """Raises a TargetError if no compiler for a target is installed, or its chip can only be planned for."""
+    """Raises a ValueError if no compiler for a target is installed, or its chip can only be planned for."""
     if target.chip.name not in (*_GPUS, "v5p"):
         known = ", ".join([*_GPUS, "v5p"])
-        raise TargetError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
+        raise ValueError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
     compiler = cuda_plugins() if target.platform == "gpu" else find_spec("libtpu")
     if not compiler or not find_spec("flatbuffers"):
-        raise TargetError(f"target {target.spec!r} needs a compiler: pip install 'jaxddp[targets]'")
+        raise ValueError(f"target {target.spec!r} needs a compiler: pip install 'jaxddp[targets]'")
 
 
 # What a GpuTargetConfigProto says of each GPU; without links, XLA leaves its own kernels for small all-reduces out.
@@ -202,45 +183,49 @@ device_description_str: "{name}"
 """
 
 
-def _topology(target: Target) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices, and the environment for it."""
-    environment = {
-        "JAX_PLATFORMS": "cpu",  # it uses no device of this machine
+def _topology(target: Target) -> dict[str, str]:
+    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices."""
+    if target.platform == "tpu":
+        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
+    name, *values = _GPUS[target.chip.name]
+    fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
+    return {"platform": "cuda", "target_config": _CONFIG.format(name=name, fields=fields), "topology": target.topology}
+
+
+def _environment(target: Target) -> dict[str, str]:
+    """That of the process that compiles, which uses no device of this machine."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "CUDA_VISIBLE_DEVICES": "",
         "TPU_SKIP_MDS_QUERY": "1",
-    }
-    if target.platform == "gpu":
-        name, *values = _GPUS[target.chip.name]
-        fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
-        config = _CONFIG.format(name=name, fields=fields)
-        return {"platform": "cuda", "target_config": config, "topology": target.topology}, environment
-    environment |= {
         "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
     }
-    return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}, environment
 
 
 # Of what libtpu can write while it compiles, the optimized and scheduled module alone.
 _WRITE_TEXT = (
     "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=false --xla_jf_dump_only_matching_hlo=true"
-    " --xla_jf_dump_llo_pass_label_regex=nothing"
+    " --xla_jf_dump_llo_pass_label_regex=nothing --xla_jf_dump_to="
 )
 _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
-def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> Pending:
+def _pending(target: Target, request: bytes, environment: dict[str, str], needs_memory: bool) -> Pending:
     """Compiles as soon as a CPU is free, in a thread that this process does not wait for when it ends."""
     outcome: Pending = Future()
 
     def run() -> None:
         try:
-            with _free_cpus:
-                outcome.set_result(_compile(target, request, environment))
+            with _free_cpus, tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
+                if not needs_memory:
+                    given = environment.get("LIBTPU_INIT_ARGS", "")
+                    environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT}{folder}".strip()
+                outcome.set_result(_compile(target, request, environment, folder))
         except BaseException as error:  # whoever waits gets it
             outcome.set_exception(error)
 
@@ -248,22 +233,24 @@ def _pending(target: Target, request: bytes, environment: Mapping[str, str]) -> 
     return outcome
 
 
-def _compile(target: Target, request: bytes, environment: Mapping[str, str]) -> TargetProgram:
+def _compile(target: Target, request: bytes, environment: dict[str, str], text_folder: str) -> TargetProgram:
     spec = repr(target.spec)
     # -P: the names of this folder's files must not hide other packages.
-    command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid())]
+    command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid()), text_folder]
     try:
         done = subprocess.run(command, input=request, capture_output=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise TargetError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
+        raise ValueError(f"compiling for {spec} took longer than {TIMEOUT_S:g} s") from error
     if done.returncode:
         printed = done.stderr.decode(errors="replace")
+        lines = printed.strip().splitlines()
+        errors = [line for line in lines if "rror" in line and "stack trace" not in line]  # they stand above a stack
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
-        lines = printed.strip().splitlines()[::-1]
-        errors = [line for line in lines if "rror" in line and "stack trace" not in line]  # it stands above a stack
-        raise TargetError(": ".join([ended, *(errors or lines)[:1]])) from RuntimeError(printed)
+        raise ValueError(": ".join([ended, *(errors or lines)[-1:]])) from RuntimeError(printed)
+    if texts := [path.read_text() for path in Path(text_folder).glob("*-TLP-hlo.txt")]:
+        return TargetProgram(target, texts[0], SimpleNamespace())
     answer = pickle.loads(done.stdout)
     if isinstance(answer, str):
-        raise TargetError(f"compiling for {spec} failed: {answer.splitlines()[0]}") from RuntimeError(answer)
+        raise ValueError(f"compiling for {spec} failed: {answer.splitlines()[0]}") from RuntimeError(answer)
     text, memory = answer
     return TargetProgram(target, text, SimpleNamespace(**memory))

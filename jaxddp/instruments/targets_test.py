@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxddp import gradient_collectives, targets
 from jaxddp.comparison_test import refusal
 from jaxddp.conftest import is_alive, wait_for
-from jaxddp.instruments.targets import TargetError, TargetProgram, target_of
+from jaxddp.instruments.targets import TargetProgram, target_of
 from jaxddp.mesh import data_mesh, platform_of
 from jaxddp.planning.chips import target
 
@@ -55,7 +55,7 @@ def programs():
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(spec, marks=pytest.mark.full) for spec in OTHERS)])
-def test_a_program_for_devices_that_are_not_here_is_all_there_but_cannot_run(programs, spec):
+def test_a_program_for_devices_that_are_not_here_is_all_there(programs, spec):
     program = programs.get(spec) or start(spec).result()
     assert isinstance(program, TargetProgram) and program.target.spec == spec
     assert f"num_partitions={program.target.num_devices}" in program.as_text().split("\n", 1)[0]
@@ -69,17 +69,16 @@ def test_a_program_for_devices_that_are_not_here_is_all_there_but_cannot_run(pro
         assert memory.argument_size_in_bytes > arguments_bytes
     assert memory.alias_size_in_bytes >= weight_bytes  # the state was donated
     assert memory.temp_size_in_bytes > 0 and memory.peak_memory_in_bytes > 0
-    assert f"compiled for '{spec}', which is not here: it cannot run" in refusal(program, {}, None)
 
 
 def test_flags_of_the_process_and_options_of_the_program_arrive(monkeypatch):
     jax.devices()  # this process has read its flags, or it would end by the wrong one
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
+    with pytest.raises(ValueError, match=r"^the process that compiles for 'h100:2' ended with code -?\d+: ") as raised:
         start("h100:2").result()
     assert "xla_no_such_flag" in str(raised.value.__cause__) and "\n" not in str(raised.value)
     monkeypatch.delenv("XLA_FLAGS")
-    with pytest.raises(TargetError, match=r"^compiling for 'h100:2' failed: .*xla_no_such_option"):
+    with pytest.raises(ValueError, match=r"^compiling for 'h100:2' failed: .*xla_no_such_option"):
         start("h100:2", compiler_options={"xla_no_such_option": 1}).result()
 
 
@@ -91,7 +90,7 @@ def test_double_precision_stays_double():
 
 def test_a_model_too_large_for_a_tpu_is_refused_in_the_compilers_words():
     huge = jax.ShapeDtypeStruct((120_000_000_000,), jnp.float32)
-    with pytest.raises(TargetError, match=r"^compiling for 'v5p:4' failed: .*RESOURCE_EXHAUSTED.*\d+\.\d+G.*95\.\d+G"):
+    with pytest.raises(ValueError, match=r"^compiling for 'v5p:4' failed: .*RESOURCE_EXHAUSTED.*\d+\.\d+G.*95\.\d+G"):
         start("v5p:4", lambda x: x + 1, (huge,)).result()
 
 
@@ -99,11 +98,11 @@ def test_a_child_that_is_killed_or_too_slow(monkeypatch, tmp_path):
     kills_itself = tmp_path / "script.py"
     kills_itself.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     monkeypatch.setattr(targets, "_SCRIPT", kills_itself)
-    with pytest.raises(TargetError, match=r"^the process that compiles for 'h100:2' ended with code -9$"):
+    with pytest.raises(ValueError, match=r"^the process that compiles for 'h100:2' ended with code -9$"):
         start("h100:2").result()
     monkeypatch.undo()
     monkeypatch.setattr(targets, "TIMEOUT_S", 0.01)
-    with pytest.raises(TargetError, match=r"^compiling for 'h100:2' took longer than 0.01 s$"):
+    with pytest.raises(ValueError, match=r"^compiling for 'h100:2' took longer than 0.01 s$"):
         start("h100:2").result()
 
 
@@ -137,7 +136,7 @@ def test_a_missing_compiler_names_the_extra(monkeypatch, spec):
     find_spec = targets.find_spec
     monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     monkeypatch.setattr(targets, "cuda_plugins", list)
-    with pytest.raises(TargetError) as raised:
+    with pytest.raises(ValueError) as raised:
         start(spec)
     assert str(raised.value) == f"target {spec!r} needs a compiler: pip install 'jaxddp[targets]'"
 

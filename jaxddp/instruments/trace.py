@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..network import KINDS
-from .hlo import HLOError
-from .schedule import Operation, read_schedule
+from .schedule import Operation, read_schedule, walk
 
 PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
 _KINDS = {  # in letters only, as XLA, JAX, NCCL, Gloo and c10d spell them
@@ -175,23 +174,19 @@ def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
     ], data)  # fmt: skip
 
 
-def _of_jax(found: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
+def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
     """What accelerators did, or XLA on CPUs if there are none; ``data`` may hold their programs."""
-    ran = [one for one in found if _is_of_device(*one[:2])] or [
-        (f"CPU {stats.get('device_ordinal', 0)}", line, *event, stats)
-        for plane, line, *event, stats in found if plane == "/host:CPU" and "hlo_op" in stats
-    ]  # fmt: skip
-    names = [f"{stats.get('hlo_module')}({stats.get('program_id')})" for *_, stats in ran]
-    programs, notes = _programs(data, {*names})
+    on_devices = [row for row in rows if _is_of_device(*row[:2])]
+    ran = on_devices or [row for row in rows if row[0] == "/host:CPU" and "hlo_op" in row[-1]]
+    programs, notes = _programs(data, {_program_of(stats) for *_, stats in ran})
     events = []
-    for program, (device, line, name, start_us, for_us, stats) in zip(names, ran, strict=True):
-        op = str(stats.get("hlo_op", name))
-        kind = _kind(name, op)
-        made = Event(device, line, name, start_us, start_us + for_us, kind)
-        known = programs.get(program, {}).get(op)
-        if known and kind != COPIES and (one := known.starts):
+    for plane, line, name, start_us, for_us, stats in ran:
+        device, op = plane if on_devices else f"CPU {stats.get('device_ordinal', 0)}", str(stats.get("hlo_op", name))
+        made = Event(device, line, name, start_us, start_us + for_us, _kind(name, op))
+        known = programs.get(_program_of(stats), {}).get(op)
+        if known and made.kind != COPIES and (one := known.starts):
             made = made._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
-        elif known and kind != COPIES and known.total_work.matmul_flops:
+        elif known and made.kind != COPIES and known.total_work.matmul_flops:
             made = made._replace(kind=PRODUCTS)
         events.append(made)
     return events, notes
@@ -202,6 +197,10 @@ def _is_of_device(plane: str, line: str) -> bool:
     if plane.startswith("/device:TPU:"):
         return line in ("XLA Ops", "Async XLA Ops")
     return plane.startswith("/device:GPU:") and line.startswith("Stream #")
+
+
+def _program_of(stats: Mapping[str, Any]) -> str:
+    return f"{stats.get('hlo_module')}({stats.get('program_id')})"
 
 
 def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operation]], list[str]]:
@@ -215,16 +214,10 @@ def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operat
         if name in wanted and programs:
             try:
                 module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(_fields(programs[0])[1][0])
-                found[name] = {one.name: one for one in _flat(read_schedule(module.to_string()).operations)}
-            except (AttributeError, HLOError, RuntimeError) as error:
+                found[name] = {one.name: one for one, _ in walk(read_schedule(module.to_string()).operations)}
+            except (AttributeError, RuntimeError, ValueError) as error:
                 notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
     return found, notes
-
-
-def _flat(operations: Iterable[Operation]) -> Iterator[Operation]:
-    for operation in operations:
-        yield operation
-        yield from _flat(operation.body)
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:
@@ -255,17 +248,16 @@ def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
         content = json.load(text)
     about = content if isinstance(content, dict) else {"traceEvents": content}
-    ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
-    if ran:
-        return _of_kineto(about, ran), []
+    ran = [each for each in about["traceEvents"] if each.get("ph") == "X"]
+    if of_kineto := [each for each in ran if "cat" in each]:
+        return _of_kineto(about, of_kineto), []
     named: dict[Any, str] = {}  # planes and lines of JAX's
     for each in about["traceEvents"]:
         if each.get("name") in ("process_name", "thread_name"):
             named[each["pid"], each.get("tid") if each["name"] == "thread_name" else None] = each["args"]["name"]
     return _of_jax([
         (named.get((each["pid"], None), ""), named.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
-         each.get("dur", 0.0), each.get("args", {}))
-        for each in about["traceEvents"] if each.get("ph") == "X"
+         each.get("dur", 0.0), each.get("args", {})) for each in ran
     ], b"")  # fmt: skip
 
 

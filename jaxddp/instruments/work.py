@@ -45,11 +45,9 @@ _ELEMENTWISE = frozenset(
     "round-nearest-even rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sinh sqrt "
     "stochastic-convert subtract tan tanh xor".split()
 )
-_WRITTEN_ONLY = frozenset(("broadcast", "rng-bit-generator", "iota"))
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
-_ASYNCHRONOUS = ("-start", "-done", "-update")
 _ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
 _PRODUCTS = ("dot", "__cublas$gemm", "__cublas$lt$matmul")  # operations, and library calls by the start of their names
 _CONVOLUTIONS = ("convolution", "__cudnn$conv")
@@ -138,7 +136,7 @@ def arithmetic(instruction: Instruction) -> Work:
         counted = instruction.inputs[-1].arrays[:1]
     elif opcode in ("reduce", "reduce-window", "select-and-scatter", "sort"):
         counted = tuple(array for operand in instruction.inputs for array in operand.arrays)
-    elif opcode in _ELEMENTWISE or opcode.endswith(_ASYNCHRONOUS) or _COMMUNICATION.match(opcode):
+    elif opcode in _ELEMENTWISE or opcode.endswith(("-start", "-done", "-update")) or _COMMUNICATION.match(opcode):
         counted = instruction.arrays
     else:
         instruction.module.notes.append(f"{called}: its FLOPs are unknown, only its bytes are counted")
@@ -151,7 +149,7 @@ def _bytes(instruction: Instruction) -> float:
     if opcode == "fusion":
         return _fusion_bytes(instruction)
     written = _memory_bytes(instruction.shape)
-    if opcode in _WRITTEN_ONLY:
+    if opcode in ("broadcast", "rng-bit-generator", "iota"):
         return float(written)
     if opcode == "copy-start":  # returns the copy, the operand and a handle
         return float(sum(_memory_bytes(part) for part in parts_of(instruction.shape)[:2]))
