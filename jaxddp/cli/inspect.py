@@ -1,19 +1,20 @@
 """``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here."""
 
 import argparse
+import json
 import math
 import pkgutil
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..arguments import check_integer
 from ..communication.buckets import MIB
-from ..network import Network
+from ..network import KINDS, Network
 from ..planning.chips import Target
-from ..planning.machine import network_of, target
+from ..planning.machine import network_in_words, network_of, target
 from ..plugins import import_jax
 from ..table import count_kinds, paragraph, table
 
@@ -25,9 +26,14 @@ _LEGEND = (
     "AR all-reduce, RS reduce-scatter, AG all-gather. In flight: share of the volume that starts while the backward "
     "still computes; late: after it. Exposed: step - compute. Peak: memory of one device"
 )
+_DEVICE_HEADS = ("device", "span\nms", "compute\nms", "comm\nms", "exposed\nms")
+_KIND_HEADS = ("kind", "events", "all of them\nms")
+_SENT_HEADS = ("collective", "size", "ranks", "times", "median\nus", "shortest\nus", "curve\nus", "shortest\n/ curve")
+_TRACE_LEGEND = (
+    "Compute: while anything but a collective runs; exposed: communication without it. Curve: what the network takes "
+    "for one; a collective's time includes the wait for the last rank, so the shortest is held against it."
+)
 _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
-_OF_MODELS = ("batch_per_device", "dtype")
-_OF_PROGRAMS = ("strategy", "compare", "bucket_mb", "peaks", "out", *_OF_MODELS)
 
 
 def add_parser(commands: Any) -> None:
@@ -71,16 +77,11 @@ def run(arguments: argparse.Namespace) -> None:
     import_jax()  # late, so that the help needs no JAX
     import jax
 
-    from .inspect_trace import show_trace
-
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
-        _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
         given = arguments.target, arguments.network_file, arguments.network_gb_per_s
         has_network = any(one is not None for one in given)
         return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
-    if arguments.write_network is not None:
-        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
     show(inspections, arguments.trainer or arguments.model)
     if arguments.out is not None:
@@ -101,8 +102,6 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
-        if not any(map(is_bucketed, strategies)):
-            raise ValueError(f"bucket_mb (={cap:g}) must come with a strategy that takes it, such as bucketed")
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
@@ -122,20 +121,15 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     from ..models import SIZES
 
     if arguments.trainer is not None:
-        _refuse(arguments, _OF_MODELS, "--trainer, whose function decides it")
+        for name in ("batch_per_device", "dtype"):  # would be ignored
+            if (value := getattr(arguments, name)) != arguments.default_of(name):
+                raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
         return training_of(arguments.trainer)
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
     num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
     training = transformer_training(SIZES[arguments.model], num_sequences)
     return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
-
-
-def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
-    """Refuses options that would be ignored."""
-    for name in names:
-        if (value := getattr(arguments, name)) != arguments.default_of(name):
-            raise ValueError(f"{name} (={value}) must be left out with {beside}")
 
 
 def training_of(spec: str) -> tuple[Any, ...]:
@@ -188,3 +182,37 @@ def _cells(one: Any, digits: int) -> list[str]:
         *(f"{seconds * 1e3:.{digits}f}" for seconds in times),
         f"{simulation.step_s / one.bound.step_s:.3f}", f"{one.memory['peak'] / 1e9:.1f}",
     ]  # fmt: skip
+
+
+def show_trace(arguments: argparse.Namespace, machine: Target | None, network: Network | None) -> None:
+    """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
+    from ..instruments.collectives import in_bytes
+    from ..instruments.trace import read_trace
+
+    trace = read_trace(arguments.trace)
+    kinds, collectives = trace.kinds(), trace.collectives()
+    if not collectives:
+        said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
+        raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
+    if arguments.write_network is not None:
+        written = json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1)
+        with Path(arguments.write_network).open("x") as file:
+            file.write(written + "\n")
+    notes, rows = [*trace.notes], []
+    for (kind, num_bytes, num_ranks), times_us in collectives.items():
+        shortest, curve, ratio = min(times_us), "-", "-"
+        if network and num_bytes is not None and num_ranks is not None and kind in KINDS:
+            curve_us = network.seconds(kind, num_bytes, range(num_ranks)) * 1e6
+            curve, ratio = f"{curve_us:,.1f}", f"{shortest / curve_us:.2f}" if curve_us else "-"
+            notes.append(network.assumed(kind, num_bytes, range(num_ranks)))
+        size = "?" if num_bytes is None else in_bytes(num_bytes)
+        times = f"{len(times_us):,}", f"{median(times_us):,.1f}", f"{shortest:,.1f}"
+        rows.append((kind, size, str(num_ranks or "?"), *times, curve, ratio))
+    devices = [[name, *(f"{us / 1e3:.3f}" for us in one)] for name, one in trace.overlaps().items()]
+    print(f"{arguments.trace}\n\n{table(_DEVICE_HEADS, devices)}\n")
+    print(table(_KIND_HEADS, [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in kinds.items()]))
+    print(f"\n{table(_SENT_HEADS, rows)}\n\n{paragraph(_TRACE_LEGEND)}")
+    said = network_in_words(machine, network) if machine and network else "no network: --target would give the curve"
+    print(paragraph(said))
+    for note in filter(None, dict.fromkeys(notes)):
+        print(paragraph(f"note: {note}"))

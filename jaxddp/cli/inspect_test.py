@@ -1,5 +1,6 @@
 import argparse
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -11,7 +12,9 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jaxddp
 from jaxddp import targets
 from jaxddp.__main__ import main
 from jaxddp.cli import inspect as command
@@ -19,7 +22,7 @@ from jaxddp.cli.conftest import assert_refused
 from jaxddp.instruments.inspect import Inspection
 from jaxddp.instruments.simulate import Bound, simulate
 from jaxddp.instruments.testdata import schedule_of
-from jaxddp.network import Network
+from jaxddp.network import Network, measured
 from jaxddp.planning.chips import target
 from jaxddp.planning.machine import network_in_words
 
@@ -68,7 +71,6 @@ BAD_INPUT = {
     "--model tiny --trainer my_module:make": "argument --trainer: not allowed with argument --model",
     "--trace profile --trainer my_module:make": "argument --trainer: not allowed with argument --trace",
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
-    "--trace profile --bucket-mb 25": "bucket_mb (=25.0) must be left out with --trace, which compiles nothing",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
     "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
 }
@@ -137,7 +139,6 @@ def test_a_training_of_ones_own_is_a_table_and_a_picture(own, tmp_path, capsys, 
     assert {kind for kind, _ in zero1.compiled} == {"reduce-scatter", "all-gather"}
     for each in (bucketed, zero1):
         assert each.as_planned and each.memory["parameters"] == num_bytes
-        assert each.memory["batch"] == 4 * 8 * 32 // 2
     assert bucketed.memory["optimizer_state"] == 2 * num_bytes + 4
     assert zero1.memory["optimizer_state"] == num_bytes + 4
 
@@ -166,9 +167,9 @@ TARGET = targets.target("h100:8")
 
 def inspection(strategy, **changes):
     """A step of the fixtures as if it had been compiled from a model just now."""
-    schedule, network = schedule_of(f"gpu-{strategy}-jax0.12"), Network(50, 15)
+    schedule, network = schedule_of(f"gpu-{strategy}-jax0.10"), Network(50, 15)
     simulation = simulate(schedule, TARGET.chip, network)
-    memory = {"parameters": 28_992, "peak": 4_460_000_000, "available": 80_000_000_000}
+    memory = {"parameters": 28_992, "peak": 4_460_000_000}
     bound = Bound(simulation.compute_s, 1e-6, 1e-6, 17e-6)
     planned = schedule.gradient_collectives()
     found = Inspection(strategy, TARGET, network, planned, schedule, simulation, bound, memory)
@@ -195,24 +196,17 @@ def test_a_row_holds_what_the_schedule_and_the_simulation_say(both, shown):
     network = "network, assumed: 50 GB/s a device as given, 15 us a call"
     assert lines[0] == f"model on h100:8, in tf32, simulated; {network}"
     assert lines[1] == "rates, assumed: published peaks of products and memory"
-    split = [re.split(r"\s{2,}", line.strip()) for line in lines]
-    rows = {cells[0]: cells for cells in split if len(cells) > 10}
-    heads = rows["strategy"]
-    assert heads == "strategy planned compiled check volume in late compute comm exposed step step peak".split()
-    for each in both:
-        row = rows[each.strategy]
-        overlap, simulation = each.schedule.overlap(), each.simulation
-        count = f"{len(each.compiled)} AR"
-        is_auto = each.strategy == "auto"
-        assert row[1:4] == ["-" if is_auto else count, count, "-" if is_auto else "ok"]
-        assert row[4] == f"{overlap.num_bytes / 2**20:.1f}"
-        in_flight = f"{overlap.bytes_in_flight / overlap.num_bytes:.0%}"
-        late = f"{overlap.bytes_started_after_backward / overlap.num_bytes:.0%}"
-        assert row[5:7] == [in_flight, late]
-        times = (simulation.compute_s, simulation.communication_s, simulation.exposed_s, simulation.step_s)
-        # The longest step, of 0.44 ms, has four figures.
-        assert row[7:11] == [f"{seconds * 1e3:.4f}" for seconds in times]
-        assert row[11:] == [f"{simulation.step_s / each.bound.step_s:.3f}", "4.5"]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[3:8]]
+    assert rows[0] == "strategy planned compiled check volume in late compute comm exposed step step peak".split()
+    # Volume, its shares in flight and late; compute, communication, exposed, step; of bound; peak.
+    assert [row[:4] for row in rows[2:]] == [
+        ["bucketed", "6 AR", "6 AR", "ok"], ["naive", "21 AR", "21 AR", "ok"], ["auto", "-", "1 AR", "-"]
+    ]  # fmt: skip
+    assert [" ".join(row[4:]) for row in rows[2:]] == [
+        "0.0 82% 18% 0.0009 0.1060 0.1054 0.1063 5.595 4.5",
+        "0.0 0% 100% 0.0009 0.3310 0.3305 0.3314 17.440 4.5",
+        "0.0 0% 100% 0.0005 0.0157 0.0157 0.0161 0.849 4.5",
+    ]
 
 
 @pytest.mark.parametrize("width", [160, 80])
@@ -227,3 +221,74 @@ def test_nothing_is_cut_at_any_width(both, width, shown):
 def test_what_was_not_compiled_as_planned_stands_out(both, shown):
     output = shown([dataclasses.replace(both[1], planned=both[1].planned[1:])])
     assert "NOT AS PLANNED" in output and "\nnaive: compiled to other collectives than planned\n" in output
+
+
+SIZES = (2**8, 2**22)  # bytes, so far apart that the larger takes longer on a busy machine too
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """Ten calls on two of the simulated devices: a product and two reductions, one after the other."""
+    mesh = jaxddp.data_mesh(2)
+
+    def step(x):
+        small = jax.lax.psum(x[: SIZES[0] // 4], "data")
+        large = jax.lax.psum(jnp.tanh(x + small.sum()), "data")
+        square = large.reshape(1024, 1024)
+        return square @ square
+
+    x = jax.ShapeDtypeStruct((SIZES[1] // 4,), jnp.float32)
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)).lower(x).compile()
+    given = jnp.ones(x.shape)
+    jax.block_until_ready(run(given))
+    folder = tmp_path_factory.mktemp("profile")
+    with jax.profiler.trace(folder):
+        for _ in range(10):
+            jax.block_until_ready(run(given))
+    return folder
+
+
+def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsys, tmp_path):
+    written = tmp_path / "network.json"
+    assert main(["inspect", "--trace", str(profile), "--target", "h100:2", "--write-network", str(written)]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    devices, kinds, collectives = (
+        [line.split() for line in output.out.splitlines() if line.startswith(name) and re.search(r"\d$", line)]
+        for name in ("CPU", "products", "all-reduce ")
+    )
+    assert len(devices) == 2 and int(kinds[0][1]) >= 20
+    for *_, span, _, communication, exposed in devices:
+        assert 0 < float(exposed) <= float(communication) < float(span)
+    sized = [cells for cells in collectives if len(cells) > 3]  # those of the last table
+    assert [cells[1:5] for cells in sized] == [["256", "B", "2", "20"], ["4", "MiB", "2", "20"]]
+    measured_us = [1e6 * measured("h100:2").seconds("all-reduce", size, range(2)) for size in SIZES]
+    assert [float(curve) for *_, curve, _ in sized] == pytest.approx(measured_us, abs=0.06)  # a tenth is printed
+    curve = json.loads(written.read_text())["us"]["all-reduce"]["2"]
+    assert [size for size, _ in curve] == [*SIZES]
+
+    assert main(["inspect", "--trace", str(profile), "--network-file", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert f"as measured, {written}" in " ".join(out.split())  # wherever lines are broken
+    ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce") and "iB" in line]
+    assert ratios[-1] == "1.00"
+
+    for machine, said in {
+        (): "network, assumed: 25 GB/s a device as given",
+        ("--target", "h100:4x8"): "between hosts 25 GB/s as given",
+    }.items():
+        assert main(["inspect", "--trace", str(profile), "--network-gb-per-s", "25", *machine]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, capsys, tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps({"traceEvents": [
+        {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 0, "dur": 4, "args": {"device": 0}}
+    ]}))  # fmt: skip
+    for options, message in {
+        ("--trace", tmp_path / "one.json"): "must hold collectives: it has 0.004 ms of products",
+        ("--trace", profile, "--write-network", tmp_path / "one.json"): "File exists: ",
+    }.items():
+        assert main(["inspect", *map(str, options)]) == 2
+        output = capsys.readouterr()
+        assert output.out == "" and message in output.err and output.err.count("\n") == 1
