@@ -14,15 +14,12 @@ Both packages use this file; no framework is imported.
 """
 
 import abc
-import contextlib
 import fcntl
-import itertools
 import json
 import os
 import shutil
 import socket
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -33,8 +30,7 @@ from ..arguments import check_integer
 from ..processes.watchdog import begin_step, end_step
 
 T = TypeVar("T")
-_writers: "weakref.WeakSet[CheckpointFolder]" = weakref.WeakSet()  # that have locked their folders
-_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
+_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError, RuntimeError)}
 
 
 class DamagedError(ValueError):
@@ -61,7 +57,6 @@ class CheckpointFolder(abc.ABC):
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._damaged: set[int] = set()
         self._writer: Any = None  # the locked file
 
     def __enter__(self) -> Self:
@@ -82,12 +77,8 @@ class CheckpointFolder(abc.ABC):
 
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
-        return sorted(
-            int(path.name)
-            for path in self.directory.iterdir()
-            if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
-            and ((path / "about.json").exists() or any(path.glob("state*")))
-        )  # fmt: skip
+        names = {path.parent.name for path in self.directory.glob("*/about.json")}
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest_step(self) -> int | None:
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
@@ -102,13 +93,12 @@ class CheckpointFolder(abc.ABC):
         """
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
-        if (about := _read_about(self._path(step))) is None:
+        about = _read_about(self._path(step))
+        if about is None or about["step"] != step:
             raise self._damage(step)
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
-        if about["step"] != step:
-            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
         return about
 
     @property
@@ -130,26 +120,22 @@ class CheckpointFolder(abc.ABC):
             end_step()
         found: Any = None
         raised: Exception | None = None
-        said: dict[str, Any] = {"raised": ("OSError", f"{self.one} {number} was interrupted")}
         try:
             found = function() if each or number == 0 else None
-            said = {} if each else {"found": found}
         except Exception as error:
-            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), type(error).__name__)
-            raised, said = error, {"raised": (kind, str(error))}
-        finally:
-            if number > 0:
-                begin_step(is_call=True)
-            answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
-            end_step()
-        errors = [answer.get("raised") for answer in answers]
-        if not any(errors):
+            raised = error
+        if number > 0:
+            begin_step(is_call=True)
+        kind = next((name for name, kind in _RAISED.items() if isinstance(raised, kind)), "RuntimeError")
+        said = {"raised": [kind, str(raised)]} if raised else {"found": None if each else found}
+        answers = [json.loads(text) for text in self._exchange(json.dumps(said))]
+        end_step()
+        failed = next((number for number, answer in enumerate(answers) if "raised" in answer), None)
+        if failed is None:
             return found if each else answers[0]["found"]
-        if raised is not None and all(error == errors[0] for error in errors):
-            raise raised
-        first, (kind, text) = next((number, error) for number, error in enumerate(errors) if error)
-        text = f"{self.one} {first}: {text}" if each else text
-        raise _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}") from raised
+        kind, text = answers[failed]["raised"]
+        is_of_all = not each or answers.count(answers[failed]) == count
+        raise _RAISED[kind](text if is_of_all else f"{self.one} {failed}: {text}") from raised
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -157,31 +143,31 @@ class CheckpointFolder(abc.ABC):
             return
         file = open(self.directory / ".writer", "a+b", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
         except BlockingIOError:
             with file:
                 file.seek(0)
-                holding = file.read().decode(errors="replace") or "another process"
+                holding = file.read().decode()
             said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
             raise ValueError(f"{said}: let that finish, or save into another folder") from None
         except OSError:  # a file system without locks
             pass
-        self._writer = file
-        _writers.add(self)
         file.truncate(0)
-        with contextlib.suppress(OSError):  # the disk is full
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._writer = file
         for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
             shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int) -> None:
-        """Makes way for a save, in process 0."""
+        """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
         self._lock()
-        for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
-            damaged.rename(next(name for name in names if not os.path.lexists(name)))
-        if step <= (newest := max(self.steps(), default=-1)):
-            said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
+        for later in [one for one in self.steps() if one >= step]:
+            try:
+                self._about_sound(later)
+            except DamagedError:
+                self._path(later).rename(self.directory / f"{later}.damaged")
+                continue
+            said = f"step (={step}) must be above {self.steps()[-1]}, that of the newest checkpoint {self._where}"
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -200,49 +186,41 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self._ours()[: -self._keep]:
-            removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
-            shutil.rmtree(removed, ignore_errors=True)
-
-    def _ours(self) -> list[int]:
-        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
-        ours = []
-        for step in self.steps():
-            with contextlib.suppress(OSError):
-                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
-        return ours
+        for old in self.steps()[: -self._keep]:
+            if _read_about(self._path(old)) is not None:  # this program wrote it
+                removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
+                shutil.rmtree(removed, ignore_errors=True)
 
     def _agree(self, step: int | None) -> dict[str, Any]:
         """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
         first = self._together(lambda: self._choose(step))
 
-        def read() -> dict[str, Any]:
+        def compare() -> None:
             if self._place[0] and self._about_sound(first["step"]) != first:
                 raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
-            return first
 
-        return self._together(read, each=True)
+        self._together(compare, each=True)
+        return first
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         if step is not None:
             return self._about_sound(step)
-        damaged: dict[int, DamagedError] = {}
+        damaged: list[DamagedError] = []
         for one in reversed(self.steps()):
             try:
                 found = self._about_sound(one)
             except DamagedError as error:
-                damaged[one] = error
+                damaged.append(error)
                 continue
-            for newer in sorted(damaged.keys() - self._damaged):
-                self._warn(f"{self._name(newer)} is damaged or half-written: took step {one}")
-            self._damaged |= damaged.keys()
+            for error in damaged:
+                self._warn(f"{error}: took step {one}")
             return found
-        raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
+        raise damaged[0] if damaged else ValueError(f"no checkpoint {self._where}")
 
     def _about_sound(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint whose files are what was written."""
@@ -254,7 +232,7 @@ class CheckpointFolder(abc.ABC):
         return about
 
     def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
+        return DamagedError(f"{self._name(step)} is damaged or half-written")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
@@ -270,17 +248,7 @@ class CheckpointFolder(abc.ABC):
 def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
     """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
     if names:
-        found = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-        raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
-
-
-def _leave_to_parent() -> None:
-    """In a process that was forked, such as a loader's worker: it would hold the locks as well."""
-    for one in [*_writers]:
-        one.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+        raise FloatingPointError(f"state of step {step} must be finite to be saved: {', '.join(names[:3])} are not")
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

@@ -219,7 +219,7 @@ def test_rank_0_decides_what_is_restored_and_a_rank_that_cannot_read_it_is_named
     assert ranks.run(error_of_place, str(tmp_path), num_ranks=2) == [not_there] * 2
     ranks.run(train_and_save, str(theirs), "zero1", {}, num_ranks=1)
     (theirs / str(SAVED_AT) / "state.pt").write_bytes(b"")
-    damaged = f"rank 1: {where} is damaged or half-written: remove it to go on from an older one"
+    damaged = f"rank 1: {where} is damaged or half-written"
     assert ranks.run(error_of_place, str(tmp_path), num_ranks=2) == [damaged] * 2
     shutil.rmtree(theirs)
     shutil.copytree(mine, theirs)
