@@ -231,7 +231,6 @@ def test_noise_of_one_program_over_all_devices_is_the_same(state, batch):
         ({"make_step": lambda mesh: lambda state, batch: None}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, {})}, "step must return what"),
         ({"make_step": lambda mesh: lambda state, batch: (state, jnp.ones(2))}, "is its learning rate 0"),
-        ({"make_step": mapped(lambda state, batch: (*state.values(), batch["x"].mean()))}, "is its learning rate 0"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(state, batch, options, name):
