@@ -7,7 +7,7 @@ of each rank with each other.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ from ..training.programs import no_mesh
 from ..training.train import Trainer, TrainState
 from ..tree import check_params, like, merge, named_leaves, split
 from .comparing import COPIES, cast, difference, on_host, wide_enough
-
-TORCH = "PyTorch"
 
 
 class Result(NamedTuple):
@@ -179,7 +177,7 @@ def _under_torch(task: Task, given: tuple[Any, Any, Any], expected: Sequence[Any
         trainer.step(jax.tree.map(torch.from_numpy, batch))
         found.append(interop.to_numpy(module))
     right = [to_numpy(like(task.params, one)) for one in expected]
-    return _compare(TORCH, 1, found, right, atol)
+    return _compare("PyTorch", 1, found, right, atol)
 
 
 def _in_several_parts(name: str, trained: Any) -> Strategy:
@@ -237,17 +235,15 @@ def _bare(named: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.replace("params.", "", 1): leaf for name, leaf in named.items()}
 
 
-def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-    after = []
+def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> Iterator[dict[str, np.ndarray]]:
     for batch in batches:
         state, metrics = trainer.step(state, batch)
         unlike = {name: leaf for name, leaf in on_host(state).items() if name.startswith(COPIES)}
-        after.append(_bare(dict(to_host(trainer, state)) | on_host({"metrics": metrics}) | unlike))
-    return after
+        yield _bare(dict(to_host(trainer, state)) | on_host({"metrics": metrics}) | unlike)
 
 
 def _compare(
-    name: str, num_ranks: int, trained: Sequence[dict[str, np.ndarray]], expected: Sequence[Any], atol: float
+    name: str, num_ranks: int, trained: Iterable[dict[str, np.ndarray]], expected: Sequence[Any], atol: float
 ) -> Result:
     first: tuple[int | None, str | None] = (None, None)
     largest = 0.0
@@ -258,5 +254,5 @@ def _compare(
         parted = [leaf for leaf, difference in differences.items() if not difference <= atol]
         if parted and first[0] is None:
             first = step, parted[0]
-    ended = {leaf: trained[-1][leaf] for leaf in expected[-1] if not leaf.startswith(("opt_state", "metrics."))}
+    ended = {leaf: found[leaf] for leaf in expected[-1] if not leaf.startswith(("opt_state", "metrics."))}
     return Result(name, num_ranks, largest, *first, params=ended)
