@@ -7,8 +7,7 @@
 
 A save writes ``DIR/120.partial`` and renames it. One job at a time saves into a folder: it locks ``DIR/.writer``.
 
-In a job of several processes, process 0 alone writes, and decides which checkpoint is restored. All compare its
-checksum and that of each file before one of them goes on, and all raise what one raises.
+In a job of several processes, process 0 alone writes and reads, and all raise what it raises.
 
 Both packages use this file; no framework is imported.
 """
@@ -21,10 +20,12 @@ import shutil
 import socket
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
 
 from ..arguments import check_integer
 from ..processes.watchdog import begin_step, end_step
@@ -42,7 +43,6 @@ class CheckpointFolder(abc.ABC):
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
-    one: ClassVar[str] = "process"  # what one of the job is called
 
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
@@ -50,13 +50,14 @@ class CheckpointFolder(abc.ABC):
         """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder, which all processes of a job see. What else it holds is left alone.
+            directory: The folder, which process 0 of a job sees. What else it holds is left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._where = f"in {str(self.directory)!r}"
         self._writer: Any = None  # the locked file
 
     def __enter__(self) -> Self:
@@ -107,35 +108,31 @@ class CheckpointFolder(abc.ABC):
         """This process's number in its job, and how many there are."""
 
     @abc.abstractmethod
-    def _exchange(self, text: str) -> list[str]:
-        """Gives the texts of all processes."""
+    def _from_first(self, text: str) -> str:
+        """Gives process 0's text in all."""
 
-    def _together(self, function: Callable[[], T], each: bool = False) -> T:
-        """Runs a function in process 0, which gives JSON that all get, or in each; what one raises, all raise."""
+    def _together(self, function: Callable[[], T]) -> T:
+        """Runs a function in process 0, which gives JSON that all get; what it raises, all raise."""
         number, count = self._place
         if count == 1:
             return function()
-        if number == 0:  # it begins what the others wait for: it may take long, and waits for nobody
-            begin_step(is_call=True)
-            end_step()
-        found: Any = None
-        raised: Exception | None = None
-        try:
-            found = function() if each or number == 0 else None
-        except Exception as error:
-            raised = error
+        begin_step(is_call=True)
         if number > 0:
-            begin_step(is_call=True)
-        kind = next((name for name, kind in _RAISED.items() if isinstance(raised, kind)), "RuntimeError")
-        said = {"raised": [kind, str(raised)]} if raised else {"found": None if each else found}
-        answers = [json.loads(text) for text in self._exchange(json.dumps(said))]
-        end_step()
-        failed = next((number for number, answer in enumerate(answers) if "raised" in answer), None)
-        if failed is None:
-            return found if each else answers[0]["found"]
-        kind, text = answers[failed]["raised"]
-        is_of_all = not each or answers.count(answers[failed]) == count
-        raise _RAISED[kind](text if is_of_all else f"{self.one} {failed}: {text}") from raised
+            answer = json.loads(self._from_first("null"))
+            end_step()
+            if "raised" in answer:
+                kind, text = answer["raised"]
+                raise _RAISED[kind](text)
+            return answer["found"]
+        end_step()  # what it does may take long, and waits for nobody
+        try:
+            found = function()
+        except Exception as error:
+            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), "RuntimeError")
+            self._from_first(json.dumps({"raised": (kind, str(error))}))
+            raise
+        self._from_first(json.dumps({"found": found}))
+        return found
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -195,30 +192,17 @@ class CheckpointFolder(abc.ABC):
                 removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
                 shutil.rmtree(removed, ignore_errors=True)
 
-    def _agree(self, step: int | None) -> dict[str, Any]:
-        """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._together(lambda: self._choose(step))
-
-        def compare() -> None:
-            if self._place[0] and self._about_sound(first["step"]) != first:
-                raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
-
-        self._together(compare, each=True)
-        return first
-
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
-        if step is not None:
-            return self._about_sound(step)
         damaged: list[DamagedError] = []
-        for one in reversed(self.steps()):
+        for one in reversed(self.steps()) if step is None else [step]:
             try:
                 found = self._about_sound(one)
             except DamagedError as error:
                 damaged.append(error)
                 continue
-            for error in damaged:
-                self._warn(f"{error}: took step {one}")
+            for passed_over in damaged:
+                self._warn(f"{passed_over}: took step {one}")
             return found
         raise damaged[0] if damaged else ValueError(f"no checkpoint {self._where}")
 
@@ -237,18 +221,17 @@ class CheckpointFolder(abc.ABC):
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
 
-    @property
-    def _where(self) -> str:
-        return f"in {str(self.directory)!r}"
-
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
 
 
-def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
-    """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
-    if names:
-        raise FloatingPointError(f"state of step {step} must be finite to be saved: {', '.join(names[:3])} are not")
+def check_finite(step: int, name: str, array: np.ndarray) -> None:
+    """Refuses what must not be saved. A mask may hold infinities, and so may an optimizer's scalar, as a best loss."""
+    if "float" not in array.dtype.name or (array.ndim == 0 and not name.startswith("params")):
+        return
+    bad = np.isnan(array) if name.startswith(("model_state", "buffers")) else ~np.isfinite(array)
+    if bad.any():
+        raise FloatingPointError(f"state of step {step} must be finite to be saved: {name} is not")
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

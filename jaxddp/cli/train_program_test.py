@@ -1,6 +1,7 @@
-import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from unittest.mock import Mock
 
@@ -218,10 +219,12 @@ def test_ranks_that_differ_end_the_run_and_are_not_saved(bigram, tmp_path, monke
 
 
 def test_a_second_job_may_not_save_meanwhile(bigram, tmp_path):
+    lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
     def second(line):
         if line.startswith("step 1/"):
-            found = refusal(jaxddp.Checkpoints(tmp_path).reserve)
-            assert f"is being written to by process {os.getpid()} on " in found
+            command = [sys.executable, "-c", lock, tmp_path / ".writer"]
+            assert "BlockingIOError" in subprocess.run(command, capture_output=True, text=True).stderr
 
     train(bigram(steps=1, checkpoint=str(tmp_path)), second)
 
