@@ -56,7 +56,7 @@ class Checkpoints(CheckpointFolder):
         state, step = with_arrays(state), int(state.step)
         check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, array in to_host(trainer, state):
             check_finite(step, name, array)
             if jax.process_index() == 0:  # the others help to gather
@@ -109,7 +109,7 @@ class Checkpoints(CheckpointFolder):
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
         arrays = self._read(about, tree, is_whole=False)
 
-        def restored_leaf(leaf: Any, array: np.ndarray) -> Any:
+        def restored_leaf(leaf: Any, array: Any) -> Any:
             return jax.random.wrap_key_data(array, impl=leaf.dtype) if is_key(leaf) else array.astype(leaf.dtype)
 
         restored = jax.tree.map(restored_leaf, tree, like(tree, arrays))
