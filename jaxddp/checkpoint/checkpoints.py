@@ -57,8 +57,10 @@ class Checkpoints(CheckpointFolder):
         check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
+        dtypes = {}  # not the layout's, which may be another after an update, and of a number that a user has set
         for name, array in to_host(trainer, state):
             check_finite(step, name, array)
+            dtypes[name] = array.dtype
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
         places = named_leaves(places_of(trainer, state))
@@ -67,7 +69,10 @@ class Checkpoints(CheckpointFolder):
             "strategy": trainer.strategy.name,
             "num_ranks": trainer.num_ranks,
             "data_position": data_position,
-            "leaves": {name: {"shape": leaf.shape, "dtype": str(leaf.dtype)} for name, leaf in places.items()},
+            "leaves": {
+                name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
+                for name, leaf in places.items()
+            },
         }
         self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 

@@ -67,8 +67,8 @@ def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
     if not (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     held: Any = np.asarray(leaf)
-    # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses. A number that a user has set is cast.
-    return np.array(where.from_global(held), None if is_key(where) else where.dtype, order="C")
+    # A copy: on CPUs NumPy shares JAX's memory, which the next step reuses.
+    return np.array(where.from_global(held), order="C")
 
 
 def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:
