@@ -243,15 +243,6 @@ def _mapped(names):
 # Damaged files
 
 
-def fuzz_seeds(name):
-    """Seeds for as many seconds as the variable JAXDDP_FUZZ_S says, a minute without it; shows their number."""
-    seed, end = 1000, time.monotonic() + float(os.environ.get("JAXDDP_FUZZ_S", "60"))
-    while time.monotonic() < end:
-        yield seed
-        seed += 1
-    print(f"{name}: {seed - 1000} tried")
-
-
 @contextlib.contextmanager
 def soon(name, longest_s, hangs_s=30):
     """Fails if what is done within takes longer, in time of processors, as others may be busy; or if it hangs."""

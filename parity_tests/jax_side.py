@@ -104,7 +104,4 @@ def _on_one_device(case: Case) -> Sequence[Arrays]:
 def train_on_one_device(case: Case) -> Arrays:
     """What the case is compared with: one device, without jaxddp's step; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        ended = {
-            name.removeprefix(trainings.PARAMS): leaf for name, leaf in _on_one_device(reference(case))[-1].items()
-        }
-        return to_numpy(like(initial_params(case.model, case.dtype), ended))
+        return to_numpy(like(initial_params(case.model, case.dtype), _on_one_device(reference(case))[-1]))

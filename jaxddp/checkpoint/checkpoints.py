@@ -8,19 +8,20 @@ The host must have memory for the state. With several processes, each leaf in tu
 is copied to the host; with one process no device holds more than its shards.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..processes.watchdog import waiting
 from ..training.agreement import check_alike, gather_texts
+from ..training.placement import from_first_process
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state, with_arrays
 from ..tree import is_key, like, named_leaves
-from .folder import CheckpointFolder, refuse_nonfinite
-from .host_state import is_finite, places_of, to_host, to_ranks
+from .folder import CheckpointFolder, check_finite
+from .host_state import places_of, to_host, to_ranks
 
 _FILE = "state.npz"
 _ANSWER_S = 1200  # for process 0 to write
@@ -56,14 +57,12 @@ class Checkpoints(CheckpointFolder):
         check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
         arrays: dict[str, Any] = {}
-        dtypes, nonfinite = {}, []
+        dtypes = {}  # not the layout's, which may be another after an update, and of a number that a user has set
         for name, array in to_host(trainer, state):
-            dtypes[name] = array.dtype  # of a number that a user has set it may be another than the layout's
-            if not is_finite(name, array):
-                nonfinite.append(name)
+            check_finite(step, name, array)
+            dtypes[name] = array.dtype
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
-        refuse_nonfinite(step, nonfinite)
         places = named_leaves(places_of(trainer, state))
         about = {
             "step": step,
@@ -71,7 +70,7 @@ class Checkpoints(CheckpointFolder):
             "num_ranks": trainer.num_ranks,
             "data_position": data_position,
             "leaves": {
-                name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
+                name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
                 for name, leaf in places.items()
             },
         }
@@ -93,71 +92,72 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,
-                or of another version; a process cannot read what process 0 reads; or the mesh is a target's.
+                or of another version; or the mesh is a target's.
             OSError: If it cannot be read.
         """
         trainer._check_devices("restore", "abstract_state")
-        about = self._agree(step)
+        about = self._together(lambda: self._choose(step))
         self._check_fits(about, {"params": params})  # first, so that the trainer never sees another model
         state = trainer.abstract_state(params, model_state)
         places = places_of(trainer, state)
-        wanted = {name: getattr(places, name) for name in ("params", "opt_state", "key", "model_state")}
+        wanted = places._asdict()
         if not jax.tree.leaves(places.model_state):  # one that is not asked for stays in the checkpoint
             del wanted["model_state"]
-        self._check_fits(about, wanted)
-        return to_ranks(trainer, state, self._read(about, named_leaves(places))), about["data_position"]
+        return to_ranks(trainer, state, self._read(about, wanted)), about["data_position"]
 
     def restore_params(self, params: Any, *, model_state: Any = None, step: int | None = None) -> Any:
         """Restores parameters alone, for another optimizer, a model with other parts, or to evaluate; as ``restore``.
 
         Gives a tree like ``params`` of NumPy arrays; with a ``model_state`` that and one like it.
         """
-        about = self._agree(step)
+        about = self._together(lambda: self._choose(step))
         tree = {"params": params} | ({} if model_state is None else {"model_state": model_state})
-        self._check_fits(about, tree, is_whole=False)
-        leaves = named_leaves(tree)
+        arrays = self._read(about, tree, is_whole=False)
 
-        def restored_leaf(name: str, array: np.ndarray) -> Any:
-            leaf = leaves[name]
-            if is_key(leaf):
-                return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.dtype)
-            return array.astype(leaf.dtype)
+        def restored_leaf(leaf: Any, array: Any) -> Any:
+            return jax.random.wrap_key_data(array, impl=leaf.dtype) if is_key(leaf) else array.astype(leaf.dtype)
 
-        restored = like(tree, {name: restored_leaf(name, one) for name, one in self._read(about, leaves).items()})
+        restored = jax.tree.map(restored_leaf, tree, like(tree, arrays))
         return restored["params"] if model_state is None else (restored["params"], restored["model_state"])
 
-    def _read(self, about: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Reads arrays of a sound checkpoint, by name; a key's are its words."""
+    def _read(self, about: dict[str, Any], wanted: dict[str, Any], is_whole: bool = True) -> dict[str, np.ndarray]:
+        """Reads the leaves that are wanted, by name, in process 0, which sends them to the others."""
+        self._check_fits(about, wanted, is_whole)
+        arrays: dict[str, np.ndarray] = {}
 
-        def read() -> dict[str, np.ndarray]:
+        def read() -> dict[str, Any]:
             with np.load(self._path(about["step"]) / _FILE) as archive:
-                return {name: archive[name] for name in leaves}
+                arrays.update({name: archive[name] for name in named_leaves(wanted)})
+            return {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
 
-        return {
-            name: array if is_key(leaves[name]) else array.view(jnp.dtype(about["leaves"][name]["dtype"]))
-            for name, array in self._together(read, each=True).items()
-        }
+        forms = self._together(read)
+        if jax.process_count() > 1:
+            with waiting():
+                arrays = from_first_process(arrays or {name: np.empty(*form) for name, form in forms.items()})
+        for name, array in arrays.items():
+            dtype = about["leaves"][name]["dtype"]
+            if not dtype.startswith("key<"):  # as its words
+                arrays[name] = array.view(jnp.dtype(dtype))  # NumPy's files hold bfloat16 as bytes
+        return arrays
 
-    def _check_fits(self, about: dict[str, Any], wanted: Mapping[str, Any], is_whole: bool = True) -> None:
+    def _check_fits(self, about: dict[str, Any], wanted: dict[str, Any], is_whole: bool = True) -> None:
         """Refuses the first leaf of another name, shape or narrower dtype; ``is_whole``: there may be no others."""
-        checkpoint, ours, saved = self._name(about["step"]), named_leaves(dict(wanted)), about["leaves"]
+        checkpoint, ours, saved = self._name(about["step"]), named_leaves(wanted), about["leaves"]
         theirs = [name for name in saved if is_whole and name.partition(".")[0] in wanted]
         for name in dict.fromkeys([*ours, *theirs]):
             there = (saved[name]["dtype"], tuple(saved[name]["shape"])) if name in saved else ("missing",)
-            leaf: Any = ours.get(name)
-            here = (str(getattr(leaf, "dtype", type(leaf))), np.shape(leaf)) if name in ours else ("missing",)
+            here = (str(ours[name].dtype), tuple(ours[name].shape)) if name in ours else ("missing",)
             if there[1:] != here[1:]:
                 owner = "optimizer" if name.startswith("opt_state") else "model"
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
-            are_keys = "key<" in here[0] + there[0]
-            if here[0] != there[0] and (are_keys or not np.can_cast(jnp.dtype(there[0]), jnp.dtype(here[0]))):
-                said = f"{checkpoint} has {name} in {there[0]}, of which {here[0]} here would lose bits"
-                raise ValueError(f"{said}: restore in {there[0]}")
+            old, new = there[0], here[0]
+            if old != new and ("key<" in old + new or not np.can_cast(jnp.dtype(old), jnp.dtype(new))):
+                raise ValueError(f"{checkpoint} has {name} in {old}, of which {new} here would lose bits")
 
     @property
     def _place(self) -> tuple[int, int]:
         return jax.process_index(), jax.process_count()
 
-    def _exchange(self, text: str) -> list[str]:
-        return list(gather_texts(text, _ANSWER_S))
+    def _from_first(self, text: str) -> str:
+        return next(gather_texts(text, _ANSWER_S))

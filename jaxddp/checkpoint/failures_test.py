@@ -5,11 +5,8 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.checkpoint.checkpoints_test import files_of
 from jaxddp.checkpoint.folder import _checksum
 from jaxddp.comparison_test import refusal
-from jaxddp.conftest import fuzz_seeds, soon
+from jaxddp.conftest import soon
 
 
 def loss_fn(params, batch):
@@ -113,16 +110,18 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, trainer):
 
 
 RESERVES = """
-import sys, jaxddp
+import os, sys, jaxddp
 checkpoints = jaxddp.Checkpoints(sys.argv[1])
 checkpoints.reserve()
-print("reserved", flush=True)
+if os.fork():  # the other one is left when the job is killed, as a loader's worker is
+    print("reserved", flush=True)
 sys.stdin.read()
+os._exit(0)
 """
 
 
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
-    command = [sys.executable, "-c", RESERVES, str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-c", RESERVES, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "reserved\n"
         with Checkpoints(tmp_path) as checkpoints:
@@ -132,27 +131,6 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
             other.wait(60)
             checkpoints.save(trainer, state_of(trainer, 5))
     assert names_in(tmp_path) == ["5"]
-
-
-def test_a_forked_process_that_goes_on_does_not_hold_the_folder(tmp_path):
-    first = Checkpoints(tmp_path)
-    first.reserve()
-    is_forked, says_so = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # JAX has threads, which the child does not need
-        child = os.fork()
-    if child == 0:
-        os.write(says_so, b".")
-        time.sleep(60)
-        os._exit(0)
-    os.read(is_forked, 1)
-    try:
-        with Checkpoints(tmp_path) as second:
-            assert f"is being written to by process {os.getpid()} on " in refusal(second.reserve)
-            first.close()
-            second.reserve()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):
@@ -186,7 +164,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, pa
     with Checkpoints(tmp_path) as checkpoints:
         check_restored(checkpoints, trainer, 2)
         for step in (1, 2):
-            (tmp_path / str(step) / "about.json").unlink()
+            (tmp_path / str(step) / "about.json").write_text("")
         assert refusal(check_restored, checkpoints, trainer, 2).startswith("checkpoint of step 2 in ")
 
 
@@ -209,41 +187,30 @@ def damage(checkpoint, rng):
         path.unlink()
 
 
-def check_damaged(seed, trainer, original, tmp_path, capfd):
-    rng, folder = random.Random(seed), tmp_path / str(seed)
-    shutil.copytree(original, folder)
-    damage(folder / "2", rng)
-    is_refused = False
-    with soon(f"restoring what seed {seed} damaged", 1.0), Checkpoints(folder) as checkpoints:
-        try:
-            check_restored(checkpoints, trainer, 2, asked=2)
-        except ValueError as error:
-            is_refused = True
-            assert str(error).startswith(("checkpoint of step 2 in ", "no checkpoint of step 2 in ")), seed
-            assert "\n" not in str(error)
-    assert capfd.readouterr().err == "", seed
-    shutil.rmtree(folder)
-    return is_refused
-
-
 def test_damaged_files_are_never_taken_for_the_state(tmp_path, trainer, capfd):
     save(tmp_path / "sound", trainer, 1, 2)
-    refused = [check_damaged(seed, trainer, tmp_path / "sound", tmp_path, capfd) for seed in range(50)]
-    assert sum(refused) > 40
-
-
-@pytest.mark.full
-def test_a_minute_of_damaged_checkpoints(tmp_path, trainer, capfd):
-    save(tmp_path / "sound", trainer, 1, 2)
-    for seed in fuzz_seeds("damaged checkpoints"):
-        check_damaged(seed, trainer, tmp_path / "sound", tmp_path, capfd)
+    num_refused = 0
+    for seed in range(50):
+        folder = tmp_path / str(seed)
+        shutil.copytree(tmp_path / "sound", folder)
+        damage(folder / "2", random.Random(seed))
+        with soon(f"restoring what seed {seed} damaged", 1.0), Checkpoints(folder) as checkpoints:
+            try:
+                check_restored(checkpoints, trainer, 2, asked=2)
+            except ValueError as error:
+                num_refused += 1
+                assert str(error).startswith(("checkpoint of step 2 in ", "no checkpoint of step 2 in ")), seed
+                assert "\n" not in str(error)
+        assert capfd.readouterr().err == "", seed
+        shutil.rmtree(folder)
+    assert num_refused > 40
 
 
 def test_what_others_wrote_is_refused_by_name(tmp_path, trainer):
     save(tmp_path, trainer, 2)
     shutil.copytree(tmp_path / "2", tmp_path / "9")
     with Checkpoints(tmp_path) as checkpoints:
-        assert " is that of step 2: " in refusal(check_restored, checkpoints, trainer, 2)
+        assert "9 in " in refusal(check_restored, checkpoints, trainer, 2, asked=9)  # a copy under another name
         assert refusal(check_restored, checkpoints, trainer, 2, asked=5).endswith(": there are 2, 9")
         about = tmp_path / "2" / "about.json"
         said = json.loads(about.read_bytes())["about"] | {"format": 2}

@@ -7,34 +7,31 @@
 
 A save writes ``DIR/120.partial`` and renames it. One job at a time saves into a folder: it locks ``DIR/.writer``.
 
-In a job of several processes, process 0 alone writes, and decides which checkpoint is restored. All compare its
-checksum and that of each file before one of them goes on, and all raise what one raises.
+In a job of several processes, process 0 alone writes and reads, and all raise what it raises.
 
 Both packages use this file; no framework is imported.
 """
 
 import abc
-import contextlib
 import fcntl
-import itertools
 import json
 import os
 import shutil
 import socket
 import warnings
-import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
 
 from ..arguments import check_integer
 from ..processes.watchdog import begin_step, end_step
 
 T = TypeVar("T")
-_writers: "weakref.WeakSet[CheckpointFolder]" = weakref.WeakSet()  # that have locked their folders
-_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError)}
+_RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError, RuntimeError)}
 
 
 class DamagedError(ValueError):
@@ -46,7 +43,6 @@ class CheckpointFolder(abc.ABC):
 
     package: ClassVar[str]
     format: ClassVar[int] = 2  # that this version reads and writes
-    one: ClassVar[str] = "process"  # what one of the job is called
 
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
@@ -54,14 +50,14 @@ class CheckpointFolder(abc.ABC):
         """Opens a folder, and creates it if needed.
 
         Args:
-            directory: The folder, which all processes of a job see. What else it holds is left alone.
+            directory: The folder, which process 0 of a job sees. What else it holds is left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._damaged: set[int] = set()
+        self._where = f"in {str(self.directory)!r}"
         self._writer: Any = None  # the locked file
 
     def __enter__(self) -> Self:
@@ -82,12 +78,8 @@ class CheckpointFolder(abc.ABC):
 
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
-        return sorted(
-            int(path.name)
-            for path in self.directory.iterdir()
-            if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir()
-            and ((path / "about.json").exists() or any(path.glob("state*")))
-        )  # fmt: skip
+        names = {path.parent.name for path in self.directory.glob("*/about.json")}
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest_step(self) -> int | None:
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
@@ -102,13 +94,12 @@ class CheckpointFolder(abc.ABC):
         """
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
-        if (about := _read_about(self._path(step))) is None:
+        about = _read_about(self._path(step))
+        if about is None or about["step"] != step:
             raise self._damage(step)
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
-        if about["step"] != step:
-            raise ValueError(f"{self._name(step)} is that of step {about['step']}: remove or rename its folder")
         return about
 
     @property
@@ -117,39 +108,31 @@ class CheckpointFolder(abc.ABC):
         """This process's number in its job, and how many there are."""
 
     @abc.abstractmethod
-    def _exchange(self, text: str) -> list[str]:
-        """Gives the texts of all processes."""
+    def _from_first(self, text: str) -> str:
+        """Gives process 0's text in all."""
 
-    def _together(self, function: Callable[[], T], each: bool = False) -> T:
-        """Runs a function in process 0, which gives JSON that all get, or in each; what one raises, all raise."""
+    def _together(self, function: Callable[[], T]) -> T:
+        """Runs a function in process 0, which gives JSON that all get; what it raises, all raise."""
         number, count = self._place
         if count == 1:
             return function()
-        if number == 0:  # it begins what the others wait for: it may take long, and waits for nobody
-            begin_step(is_call=True)
+        begin_step(is_call=True)
+        if number > 0:
+            answer = json.loads(self._from_first("null"))
             end_step()
-        found: Any = None
-        raised: Exception | None = None
-        said: dict[str, Any] = {"raised": ("OSError", f"{self.one} {number} was interrupted")}
+            if "raised" in answer:
+                kind, text = answer["raised"]
+                raise _RAISED[kind](text)
+            return answer["found"]
+        end_step()  # what it does may take long, and waits for nobody
         try:
-            found = function() if each or number == 0 else None
-            said = {} if each else {"found": found}
+            found = function()
         except Exception as error:
-            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), type(error).__name__)
-            raised, said = error, {"raised": (kind, str(error))}
-        finally:
-            if number > 0:
-                begin_step(is_call=True)
-            answers = [json.loads(text) for text in self._exchange(json.dumps(said))][: None if each else 1]
-            end_step()
-        errors = [answer.get("raised") for answer in answers]
-        if not any(errors):
-            return found if each else answers[0]["found"]
-        if raised is not None and all(error == errors[0] for error in errors):
-            raise raised
-        first, (kind, text) = next((number, error) for number, error in enumerate(errors) if error)
-        text = f"{self.one} {first}: {text}" if each else text
-        raise _RAISED[kind](text) if kind in _RAISED else RuntimeError(f"{kind}: {text}") from raised
+            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), "RuntimeError")
+            self._from_first(json.dumps({"raised": (kind, str(error))}))
+            raise
+        self._from_first(json.dumps({"found": found}))
+        return found
 
     def _lock(self) -> None:
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
@@ -157,31 +140,31 @@ class CheckpointFolder(abc.ABC):
             return
         file = open(self.directory / ".writer", "a+b", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
         except BlockingIOError:
             with file:
                 file.seek(0)
-                holding = file.read().decode(errors="replace") or "another process"
+                holding = file.read().decode()
             said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
             raise ValueError(f"{said}: let that finish, or save into another folder") from None
         except OSError:  # a file system without locks
             pass
-        self._writer = file
-        _writers.add(self)
         file.truncate(0)
-        with contextlib.suppress(OSError):  # the disk is full
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._writer = file
         for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
             shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int) -> None:
-        """Makes way for a save, in process 0."""
+        """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
         self._lock()
-        for damaged in [self._path(one) for one in self._damaged if one >= step and self._path(one).exists()]:
-            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
-            damaged.rename(next(name for name in names if not os.path.lexists(name)))
-        if step <= (newest := max(self.steps(), default=-1)):
-            said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
+        for later in [one for one in self.steps() if one >= step]:
+            try:
+                self._about_sound(later)
+            except DamagedError:
+                self._path(later).rename(self.directory / f"{later}.damaged")
+                continue
+            said = f"step (={step}) must be above {self.steps()[-1]}, that of the newest checkpoint {self._where}"
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -200,49 +183,28 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self._ours()[: -self._keep]:
-            removed = self._path(old).rename(self.directory / f"{old}.removed")  # what is half removed has another name
-            shutil.rmtree(removed, ignore_errors=True)
-
-    def _ours(self) -> list[int]:
-        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
-        ours = []
-        for step in self.steps():
-            with contextlib.suppress(OSError):
-                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
-        return ours
-
-    def _agree(self, step: int | None) -> dict[str, Any]:
-        """Describes the checkpoint that process 0 takes, once all processes have read the same, sound one."""
-        first = self._together(lambda: self._choose(step))
-
-        def read() -> dict[str, Any]:
-            if self._place[0] and self._about_sound(first["step"]) != first:
-                raise ValueError(f"{self._name(first['step'])} is not the one of that step that {self.one} 0 reads")
-            return first
-
-        return self._together(read, each=True)
+        for old in self.steps()[: -self._keep]:
+            if _read_about(self._path(old)) is not None:  # this program wrote it
+                removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
+                shutil.rmtree(removed, ignore_errors=True)
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
-        if step is not None:
-            return self._about_sound(step)
-        damaged: dict[int, DamagedError] = {}
-        for one in reversed(self.steps()):
+        damaged: list[DamagedError] = []
+        for one in reversed(self.steps()) if step is None else [step]:
             try:
                 found = self._about_sound(one)
             except DamagedError as error:
-                damaged[one] = error
+                damaged.append(error)
                 continue
-            for newer in sorted(damaged.keys() - self._damaged):
-                self._warn(f"{self._name(newer)} is damaged or half-written: took step {one}")
-            self._damaged |= damaged.keys()
+            for passed_over in damaged:
+                self._warn(f"{passed_over}: took step {one}")
             return found
-        raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
+        raise damaged[0] if damaged else ValueError(f"no checkpoint {self._where}")
 
     def _about_sound(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint whose files are what was written."""
@@ -254,33 +216,22 @@ class CheckpointFolder(abc.ABC):
         return about
 
     def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written: remove it to go on from an older one")
+        return DamagedError(f"{self._name(step)} is damaged or half-written")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
-
-    @property
-    def _where(self) -> str:
-        return f"in {str(self.directory)!r}"
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
 
 
-def refuse_nonfinite(step: int, names: Sequence[str]) -> None:
-    """Raises a FloatingPointError if there are names of what is not finite in a state to be saved."""
-    if names:
-        found = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-        raise FloatingPointError(f"state of step {step} must be finite to be saved: {found} are not")
-
-
-def _leave_to_parent() -> None:
-    """In a process that was forked, such as a loader's worker: it would hold the locks as well."""
-    for one in [*_writers]:
-        one.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+def check_finite(step: int, name: str, array: np.ndarray) -> None:
+    """Refuses what must not be saved. A mask may hold infinities, and so may an optimizer's scalar, as a best loss."""
+    if "float" not in array.dtype.name or (array.ndim == 0 and not name.startswith("params")):
+        return
+    bad = np.isnan(array) if name.startswith(("model_state", "buffers")) else ~np.isfinite(array)
+    if bad.any():
+        raise FloatingPointError(f"state of step {step} must be finite to be saved: {name} is not")
 
 
 def _read_about(checkpoint: Path) -> dict[str, Any] | None:

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from ..layout import Leaf, whole
 from ..strategy import Masters
-from ..training.placement import PIECE_BYTES, place
+from ..training.placement import place
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_state
@@ -48,29 +47,14 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
     """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
-    layout, places, owned = trainer.layout(state), places_of(trainer, state), set()
-    if (owners := layout.owners) is not None:
-        names = named_leaves({"opt_state": owners.slots})
-        owned = {name for name, param in zip(names, owners.param_of.values(), strict=True) if param is not None}
-    placed = {
-        name: arrays[name] if name in owned else place(arrays[name], where, trainer.mesh, trainer.ranks.axis)
-        for name, where in named_leaves(places).items()
-    }
-    new: TrainState = like(places, placed)
-    if owners is not None:
-        opt_state = owners.from_host(new.opt_state)
-        buffers = place(opt_state.owned, _inner(layout.opt_state).owned, trainer.mesh, trainer.ranks.axis)
-        new = new._replace(opt_state=opt_state._replace(owned=buffers))
+    layout, places = trainer.layout(state), places_of(trainer, state)
+    given: TrainState = like(places, dict(arrays))
+    if layout.owners is not None:
+        given = given._replace(opt_state=layout.owners.from_host(given.opt_state))
+    new = place(given, places._replace(opt_state=_inner(layout.opt_state)), trainer.mesh, trainer.ranks.axis)
     if not isinstance(layout.opt_state, Masters):
         return new
     return trainer.with_masters(new._replace(opt_state=Masters((), new.opt_state), params=state.params), new.params)
-
-
-def is_finite(name: str, array: np.ndarray) -> bool:
-    """Whether it may be saved. A mask holds infinities, and so may an optimizer's scalar, as the best loss."""
-    if not jnp.issubdtype(array.dtype, jnp.floating) or (array.ndim == 0 and not name.startswith("params")):
-        return True
-    return not bool((np.isnan(array) if name.startswith("model_state") else ~np.isfinite(array)).any())
 
 
 def _inner(opt_state: Any) -> Any:
@@ -88,14 +72,8 @@ def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
 
 
 def _rows(num_ranks: int, buffer: jax.Array) -> np.ndarray:
-    """Copies a buffer of owned state to the host; between processes in pieces, which fit every device."""
+    """Copies a buffer of owned state to the host; between processes rank by rank, which fits every device."""
     if buffer.is_fully_addressable:
         return np.asarray(buffer)
-    width = buffer.size // num_ranks
-    piece = min(width, max(1, PIECE_BYTES // (num_ranks * buffer.dtype.itemsize)))
-    rows = np.empty((num_ranks, width), buffer.dtype)
-    for start in range(0, width, piece):
-        first = min(start, width - piece)
-        columns = jax.lax.dynamic_slice_in_dim(buffer.reshape(num_ranks, width), first, piece, 1)
-        rows[:, first : first + piece] = multihost_utils.process_allgather(columns, tiled=True)
-    return rows
+    rows = buffer.reshape(num_ranks, -1)
+    return np.stack([multihost_utils.process_allgather(rows[rank], tiled=True) for rank in range(num_ranks)])

@@ -58,15 +58,16 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     """
     leaves = torch_leaves(like)
     given = {name: as_numpy(array) for name, array in arrays.items()}
-    wanted = {name: f"{leaf.dtype} {(*(leaf.shape[dim] for dim in dims),)}" for name, (dims, leaf) in leaves.items()}
     found = {name: f"{array.dtype} {array.shape}" for name, array in given.items()}
+    wanted = {  # in the dtypes that JAX keeps: no float64 without x64
+        name: f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {(*(leaf.shape[dim] for dim in dims),)}"
+        for name, (dims, leaf) in leaves.items()
+    }
     faults = [
         f"{name!r} is {found.get(name, 'missing')}, not {wanted.get(name, 'wanted')}"
         for name in wanted | found
         if found.get(name) != wanted.get(name)
     ]
-    narrowed = [name for name, array in given.items() if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype]
-    faults += [] if faults else [f"{name!r} is {found[name]}, which needs jax_enable_x64" for name in narrowed]
     if faults:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
     # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.

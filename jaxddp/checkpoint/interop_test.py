@@ -38,7 +38,7 @@ def test_float64_is_kept_and_never_narrowed_silently():
     arrays = {"own": np.full(3, 1 / 3)}
     with jax.enable_x64(True):
         assert np.array_equal(np.asarray(from_numpy(arrays, like)["own"]), arrays["own"])
-    assert "'own' is float64 (3,), which needs jax_enable_x64" in refusal(from_numpy, arrays, like)
+    assert "'own' is float64 (3,), not float32 (3,)" in refusal(from_numpy, arrays, like)
 
 
 def test_every_array_that_does_not_fit_is_named_in_one_line():

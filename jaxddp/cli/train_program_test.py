@@ -1,6 +1,7 @@
-import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from unittest.mock import Mock
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tree import is_key
+from ..tree import is_key, named_leaves
+
+COPIES = "copies of "
 
 
 def wide_enough(dtype: Any) -> AbstractContextManager[Any]:
@@ -29,12 +31,18 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(leaf_in_dtype, tree)
 
 
-def has_unlike_copies(leaf: jax.Array) -> bool:
-    """Whether devices that should hold the same hold other bits."""
-    copies: dict[str, set[bytes]] = {}
-    for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-        copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-    return any(len(bits) > 1 for bits in copies.values())
+def on_host(tree: Any) -> dict[str, np.ndarray]:
+    """Leaves by name, without keys; and a name, ``copies of NAME``, for each leaf of which devices hold other bits."""
+    found: dict[str, np.ndarray] = {}
+    for name, leaf in named_leaves(tree).items():
+        if not is_key(leaf):
+            found[name] = np.asarray(leaf)
+        copies: dict[str, set[bytes]] = {}
+        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        if any(len(bits) > 1 for bits in copies.values()):
+            found[COPIES + name] = np.array(0)
+    return found
 
 
 def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:

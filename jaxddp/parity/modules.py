@@ -27,7 +27,7 @@ import numpy as np
 from flax import linen, nnx
 
 from ..table import table
-from .comparing import cast, difference
+from .comparing import cast, difference, wide_enough
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
 # Of the user's dtype: units in the last place, at most a share; or so many times PyTorch's own distance from float64.
@@ -113,33 +113,33 @@ def first_difference(
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
 
-    apart: dict[tuple[str, bool], Any] = {}  # in float64 and in the user's dtype
-    exact: Values = {}  # what PyTorch gives in float64
-    limits: dict[tuple[str, bool], float] = {}  # in the user's dtype
+    def run(dtype: str) -> tuple[Values, tuple[Values, dict[str, str]]]:
+        return _in_jax(loss_fn, params, batch, dtype), _in_torch(module, torch_loss, batch, dtype)
+
+    in_dtype = jnp.dtype(dtype).name
+    (ours, (theirs, kinds)), (ours_rounded, (rounded, _)) = run("float64"), run(in_dtype)
     least = min(_ROUNDED * float(jnp.finfo(dtype).eps), _MOST_ROUNDED)
-    for one in ("float64", jnp.dtype(dtype).name):
-        ours, (theirs, kinds) = _in_jax(loss_fn, params, batch, one), _in_torch(module, torch_loss, batch, one)
-        for key, right in theirs.items():
-            rounding = difference(right, exact.setdefault(key, right), 0.0)
-            limits[key] = max(least, min(1.0, _OF_TORCHS * rounding))
-            if (found := ours.get((in_jax(key[0]), key[1]))) is not None:
-                # Images: channels come last in Flax.
-                layouts = (found, found.transpose(0, 3, 1, 2)) if found.ndim == 4 else (found,)
-                apart.setdefault(key, []).append(min(difference(layout, right, 0.0) for layout in layouts))
-    compared = tuple(
-        Compared(
-            name, kinds[name], is_backward, in_float64, in_dtype,
-            not (in_float64 <= _EXACT and in_dtype <= limits[name, is_backward]),
-        )
-        for (name, is_backward), (in_float64, in_dtype) in apart.items()
-    )  # fmt: skip
+    compared = []
+    for (name, is_backward), right in theirs.items():
+        key, place = (name, is_backward), (in_jax(name), is_backward)
+        if place in ours:
+            exact, inexact = _apart(ours[place], right), _apart(ours_rounded[place], rounded[key])
+            limit = max(least, min(1.0, _OF_TORCHS * difference(rounded[key], right, 0.0)))
+            is_apart = not (exact <= _EXACT and inexact <= limit)
+            compared.append(Compared(name, kinds[name], is_backward, exact, inexact, is_apart))
     matched = {in_jax(one.name) for one in compared}
     only_in_torch = tuple(name for name in kinds if in_jax(name) not in matched)
     only_in_jax = tuple(name for name, is_backward in ours if not is_backward and name not in matched)
     if not compared:
-        torchs, jaxs = ", ".join(only_in_torch[:5]), ", ".join(only_in_jax[:5]) or "nothing that is a module or marked"
-        raise ValueError(f"no module has a counterpart: PyTorch has {torchs}, and JAX {jaxs}; give names=")
-    return Comparison(compared, jnp.dtype(dtype).name, only_in_torch, only_in_jax)
+        some = f"PyTorch has {only_in_torch[:5]}, and JAX {only_in_jax[:5]}"
+        raise ValueError(f"no module has a counterpart, or mark, of its name: {some}; give names=")
+    return Comparison(tuple(compared), in_dtype, only_in_torch, only_in_jax)
+
+
+def _apart(found: np.ndarray, right: np.ndarray) -> float:
+    """How far a value in JAX is from PyTorch's; of images, channels come last in Flax."""
+    layouts = (found, found.transpose(0, 3, 1, 2)) if found.ndim == 4 else (found,)
+    return min(difference(layout, right, 0.0) for layout in layouts)
 
 
 # By name and whether it is a gradient: outputs in the order of the forward, then gradients by them.
@@ -149,7 +149,7 @@ _record: ContextVar[Callable[[str, jax.Array], jax.Array]] = ContextVar("marks",
 
 
 def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: str) -> Values:
-    with jax.enable_x64(dtype == "float64" or jax.config.read("jax_enable_x64")), jax.disable_jit():
+    with wide_enough(jnp.dtype(dtype)), jax.disable_jit():
         params, batch = jax.tree.map(jnp.asarray, cast((params, batch), dtype))
 
         def recorded(zeros: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -165,7 +165,7 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
 
             token = _record.set(record)
             try:
-                with linen.intercept_methods(partial(_mark_linen, set())), _marked_nnx():
+                with _marked_modules():
                     return loss_fn(params, batch), values
             finally:
                 _record.reset(token)
@@ -178,41 +178,37 @@ def _in_jax(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, dtype: 
         return {key: np.asarray(one, np.float64) for key, one in named}
 
 
-def _mark_linen(running: set[int], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Marks what Linen modules return, by their paths; of ``super().__call__`` nothing is marked."""
-    key = id(context.module)
-    if context.method_name != "__call__" or key in running:
-        return call(*args, **kwargs)
-    running.add(key)
-    try:
-        result = call(*args, **kwargs)
-    finally:
-        running.remove(key)
-    return mark(".".join(context.module.path), result) if isinstance(result, jax.Array) else result
-
-
 @contextlib.contextmanager
-def _marked_nnx() -> Iterator[None]:
-    """Marks what NNX modules return, by where the outermost module that is called holds them."""
-    names: dict[int, str | None] = {}  # of modules, by id, while the outermost one is called
+def _marked_modules() -> Iterator[None]:
+    """Marks what Flax modules return: Linen's by their paths, NNX's by where the outermost that is called has them."""
+    running: list[int] = []  # modules, by id
+    names: dict[int, str] = {}  # of NNX modules, by id
 
-    def marked(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_outermost := not names:
-            held = [(path, node) for path, node in nnx.iter_graph(self) if isinstance(node, nnx.Module)]
-            names.update({id(node): ".".join(map(str, path)) for path, node in held})
-        name, names[id(self)] = names.get(id(self)), None  # of super().__call__ nothing is marked
+    def marked(module: Any, name: str | None, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if name is None or id(module) in running:  # of super().__call__ nothing is marked
+            return call(*args, **kwargs)
+        running.append(id(module))
         try:
-            result = call(self, *args, **kwargs)
+            result = call(*args, **kwargs)
         finally:
-            names[id(self)] = name
-            if is_outermost:
-                names.clear()
-        return mark(name, result) if name is not None and isinstance(result, jax.Array) else result
+            running.pop()
+        return mark(name, result) if isinstance(result, jax.Array) else result
+
+    def of_linen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        name = ".".join(context.module.path) if context.method_name == "__call__" else None
+        return marked(context.module, name, call, *args, **kwargs)
+
+    def of_nnx(self: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if not running:
+            names.clear()
+            names.update({id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(self)})
+        return marked(self, names.get(id(self)), partial(call, self), *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(linen.intercept_methods(of_linen))
         for kind in _subclasses(nnx.Module):
             if "__call__" in vars(kind):
-                stack.enter_context(patch.object(kind, "__call__", partialmethod(marked, vars(kind)["__call__"])))
+                stack.enter_context(patch.object(kind, "__call__", partialmethod(of_nnx, vars(kind)["__call__"])))
         yield
 
 
@@ -244,11 +240,11 @@ def _in_torch(module: Any, loss_fn: Callable[[Any, Any], Any], batch: Any, dtype
         one.register_forward_hook(partial(keep, path))
 
     def tensor(leaf: Any) -> Any:
-        is_floating = jnp.issubdtype(np.asarray(leaf).dtype, jnp.floating)  # bfloat16 too, which NumPy does not have
-        found = torch.from_numpy(np.array(leaf, np.float64 if is_floating else None))
-        return found.to(getattr(torch, dtype)) if is_floating else found
+        found = torch.from_numpy(np.array(leaf))
+        return found.to(getattr(torch, dtype)) if found.is_floating_point() else found
 
-    loss_fn(module, jax.tree.map(tensor, batch)).backward()
+    # By way of float64, since NumPy has no bfloat16.
+    loss_fn(module, jax.tree.map(tensor, cast(batch, "float64"))).backward()
     return values | grads, kinds
 
 

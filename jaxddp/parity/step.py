@@ -10,8 +10,9 @@ Where a result differs, the step is run again to tell faults apart: with the fir
 one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from ..arguments import check_integer
 from ..mesh import data_mesh
 from ..training.validation import check_batch
 from ..tree import is_key, named_leaves
-from .comparing import cast, difference, has_unlike_copies, wide_enough
+from .comparing import COPIES, cast, difference, on_host, wide_enough
 
 
 class Parted(NamedTuple):
@@ -74,7 +75,8 @@ def check_step(
     check_batch(batch, num_ranks, 1)
     with wide_enough(dtype):
         step = _Step(make_step, cast(state, dtype), cast(batch, dtype), num_ranks, axis, atol)
-        parted = list(step.parted())
+        step.check_moves()
+        parted = step.parted()
     if parted:
         raise StepParityError(parted, num_ranks)
 
@@ -90,123 +92,117 @@ class _Step:
     axis: str
     atol: float
 
-    def parted(self) -> Iterator[Parted]:
-        """Gives what differs."""
-        one, several, unlike = self._run(1), self._run(self.num_ranks), set(self._unlike)
+    @cached_property
+    def one(self) -> dict[str, np.ndarray]:
+        """What it returns on one device, by name."""
+        return self._run(1)
+
+    @cached_property
+    def before(self) -> dict[str, np.ndarray]:
+        """What leaves of the next state were, by their names in what the step returns: paths that end in theirs."""
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(self.state).items() if not is_key(leaf)}
-        before = _before(one, old)
-        if not self._moves(one, before, old):
+        found: dict[str, np.ndarray] = {}
+        for name, leaf in self.one.items():
+            ends = [path for path in old if not path or f".{name}".endswith(f".{path}")]
+            if (path := max(ends, key=len, default=None)) is not None and old[path].shape == leaf.shape:
+                found[name] = old[path]
+        return found
+
+    def check_moves(self) -> None:
+        """Refuses a step that leaves the state as it is: faults of its gradients would not show."""
+        floating = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        was = {name: [leaf] for name, leaf in self.before.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)} or {
+            name: some  # where it returns the state under other names, leaves of its shapes
+            for name, leaf in self.one.items()
+            if (some := [one for one in floating if one.shape == leaf.shape])
+        }
+        stays = [any(difference(self.one[name], leaf) <= self.atol for leaf in some) for name, some in was.items()]
+        if not self.one or (stays and all(stays)):
             raise ValueError(
                 f"make_step's step must return what it changes, the next state, by more than atol (={self.atol:g}):"
                 " is its learning rate 0?"
             )
-        shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
-        is_same_of_shard = self._agree(self._run(1, shard), self._run(batch=jax.tree.map(self._alike, self.batch)))
-        # Noise of parameters is the same on all ranks, and as on one device.
-        if not self._agree(one, several) and self._is_random(one) and is_same_of_shard:
-            yield Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")
-            return
-        for name, right in one.items():
+
+    def parted(self) -> list[Parted]:
+        """Gives what differs."""
+        several = self._run(self.num_ranks)
+        unlike = [name.removeprefix(COPIES) for name in several if name.startswith(COPIES)]
+        if self._agree(self.one, several) and not unlike:
+            return []
+        if self.is_random and self.is_same_of_shard:  # noise of parameters is the same on all ranks, and on one device
+            return [Parted("", np.inf, "ranks draw the same noise: fold jax.lax.axis_index into the key")]
+        copies = "ranks hold copies that differ: it is not reduced over them"
+        parted = [Parted(name, np.inf, copies) for name in unlike]
+        for name, right in self.one.items():
             apart = difference(several[name], right)
-            if name in unlike:
-                yield Parted(name, apart, "ranks hold copies that differ: it is not reduced over them")
-            elif not apart <= self.atol:
-                is_broken = not np.isfinite(apart) and not np.isfinite(right).all()
-                cause = "it is not finite on one device either" if is_broken else ""
-                cause = cause or self._ratio(several[name], right, before.get(name))
-                yield Parted(name, apart, cause or self._cause(one, is_same_of_shard))
-        for name in sorted(unlike - one.keys()):
-            yield Parted(name, np.inf, "ranks hold keys that differ: each goes on with another state")
+            if name not in unlike and not apart <= self.atol:
+                parted.append(Parted(name, apart, self._ratio(name, several[name]) or self.cause))
+        return parted
 
-    def _moves(self, one: dict[str, np.ndarray], before: dict[str, np.ndarray], old: dict[str, np.ndarray]) -> bool:
-        """Whether a step changes the state; where it gives that under other names, judged by leaves of its shapes."""
-
-        def is_new(leaf: np.ndarray, *of_state: np.ndarray) -> bool:
-            return all(not difference(leaf, was) <= self.atol for was in of_state)
-
-        known = [name for name in before if _is_floating(before[name])]
-        floating = [leaf for leaf in old.values() if _is_floating(leaf)]
-        if known or not floating:
-            return any(name not in before or is_new(one[name], before[name]) for name in known or one)
-        found = [(leaf, [was for was in floating if was.shape == leaf.shape]) for leaf in one.values()]
-        alike = [(leaf, some) for leaf, some in found if some]  # none where it gives metrics alone
-        return any(is_new(leaf, *some) for leaf, some in alike) if alike else bool(one)
-
-    def _ratio(self, found: np.ndarray, right: np.ndarray, before: np.ndarray | None) -> str:
-        """Whether what a step adds to a leaf is N times too large or too small."""
-        old = 0 if before is None else before
-        moved, wanted = (np.asarray(new, np.float64) - old for new in (found, right))
-        scale = float(np.sum(wanted * wanted))
-        ratio = float(np.sum(moved * wanted)) / scale if scale else 0.0
-        if not np.max(np.abs(moved - ratio * wanted), initial=0.0) <= 1e-6 * np.max(np.abs(moved), initial=0.0):
-            return ""
-        count = self.num_ranks
+    def _ratio(self, name: str, found: np.ndarray) -> str:
+        """Whether a leaf, or what a step adds to it, is N times too large or too small."""
+        wide, count = np.result_type(found, np.float64), self.num_ranks
+        found, right = np.asarray(found, wide), np.asarray(self.one[name], wide)
+        if not np.isfinite(right).all():
+            return "it is not finite on one device either"
         causes = {
             count: f"{count} times as large: summed where the mean is meant, or again after autodiff has summed it",
             count**2: f"{count**2} times as large: as squares of something {count} times too large",
             1 / count: f"1/{count} as large: it is a mean where the sum is meant, or divided twice",
         }
-        return next((why for factor, why in causes.items() if np.isclose(ratio, factor, rtol=1e-6)), "")
+        for old in (0, self.before.get(name, 0)):
+            for factor, why in causes.items():
+                if difference(found - old, factor * (right - old), 0.0) <= 1e-6:
+                    return why
+        return ""
 
-    def _cause(self, one: dict[str, np.ndarray], is_same_of_shard: bool) -> str:
-        """Why a result may differ in another way than by a factor."""
-        if self._is_random(one):
+    @cached_property
+    def cause(self) -> str:
+        """Why results may differ in another way than by a factor."""
+        if self.is_random:
             return "random numbers depend on the number of devices, as keys folded with the rank: compare without noise"
-        if not is_same_of_shard:
+        if not self.is_same_of_shard:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
         for name, leaf in named_leaves(self.batch).items():
             if is_key(leaf) or not (leaf.dtype.kind in "biu" or np.isin(leaf, [0, 1]).all()):
                 continue  # labels and masks may say which examples count
             alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self.batch)
-            if self._agree(self._run(1, alike), self._run(batch=alike)):
+            if self._agree(self._run(1, alike), self._run(self.num_ranks, alike)):
                 return f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
         return "statistics of a rank's own examples, as BatchNorm's, or a loss that is no mean over examples"
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether other keys give another result on one device."""
+        batch, state = jax.tree.map(_with_other_key, (self.batch, self.state))
+        return not self._agree(self.one, self._run(1, batch, state))
+
+    @cached_property
+    def is_same_of_shard(self) -> bool:
+        """Whether it is the same on all ranks, each with the first one's examples, as on one device with these."""
+        shard = jax.tree.map(lambda leaf: leaf[: len(leaf) // self.num_ranks], self.batch)
+        alike = jax.tree.map(self._alike, self.batch)
+        return self._agree(self._run(1, shard), self._run(self.num_ranks, alike))
 
     def _alike(self, leaf: Any) -> Any:
         """A leaf of the batch with the first rank's examples on every rank."""
         return jnp.concatenate([leaf[: len(leaf) // self.num_ranks]] * self.num_ranks)
 
-    def _is_random(self, one: dict[str, np.ndarray]) -> bool:
-        """Whether other keys give another result on one device."""
-        given = self.state, self.batch
-        others = jax.tree.map(lambda leaf: _other_key(leaf) if _draws_noise(leaf) else leaf, given)
-        return any(map(_draws_noise, jax.tree.leaves(given))) and not self._agree(one, self._run(1, *others[::-1]))
+    def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+        return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())
 
-    def _run(self, num_ranks: int | None = None, batch: Any = None, state: Any = None) -> dict[str, np.ndarray]:
-        """What the step returns, by name; of all ranks and its own batch and state if not given."""
-        mesh = data_mesh(num_ranks or self.num_ranks, axis=self.axis)
+    def _run(self, num_ranks: int, batch: Any = None, state: Any = None) -> dict[str, np.ndarray]:
+        """What the step returns, by name; of its own batch and state if not given."""
+        mesh = data_mesh(num_ranks, axis=self.axis)
         batch, state = self.batch if batch is None else batch, self.state if state is None else state
         # A copy, which a step may donate; uncommitted, since pmap refuses what lies on a mesh.
         state = jax.tree.map(jnp.array, state)
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(self.axis)))
-        found = named_leaves(jax.tree.map(jnp.asarray, jax.block_until_ready(self.make_step(mesh)(state, batch))))
-        self._unlike = {name for name, leaf in found.items() if has_unlike_copies(leaf)}
-        return {name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)}
-
-    def _agree(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-        return all(difference(other[name], leaf) <= self.atol for name, leaf in one.items())
+        return on_host(jax.tree.map(jnp.asarray, jax.block_until_ready(self.make_step(mesh)(state, batch))))
 
 
-def _before(one: dict[str, np.ndarray], old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the leaves of the next state were, by their names in a result, which has it at the path that holds most."""
-
-    def found(start: str) -> dict[str, np.ndarray]:
-        named = {start + path: leaf for path, leaf in old.items()}
-        return {name: leaf for name, leaf in named.items() if name in one and one[name].shape == leaf.shape}
-
-    starts = dict.fromkeys(name.removesuffix(path) for name in one for path in old)
-    return max((found(start) for start in starts if start[-1:] in ("", ".") or "" in old), key=len, default={})
-
-
-def _is_floating(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def _draws_noise(leaf: Any) -> bool:
-    """Whether a leaf is a PRNG key, of either kind."""
-    return is_key(leaf) or (leaf.dtype == np.uint32 and leaf.shape == (2,))
-
-
-def _other_key(key: Any) -> Any:
-    keys = key.reshape(-1) if is_key(key) else key[None]
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, 7).reshape(key.shape)
+def _with_other_key(leaf: Any) -> Any:
+    """Another key where a leaf is one, typed or ``[2]`` words."""
+    if is_key(leaf):
+        return jax.random.wrap_key_data(jax.random.key_data(leaf) + 1, impl=leaf.dtype)
+    return leaf + 1 if leaf.dtype == np.uint32 and leaf.shape == (2,) else leaf

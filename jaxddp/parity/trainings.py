@@ -7,7 +7,8 @@ of each rank with each other.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,16 +21,14 @@ from jax.sharding import PartitionSpec
 from ..arguments import check_integer
 from ..checkpoint.host_state import to_host
 from ..checkpoint.interop import to_numpy
-from ..loss import Mean, PerExample, Sum, Weighted, map_marked, with_key
+from ..loss import Weighted, divide, partial_loss, with_key
 from ..mesh import data_mesh
 from ..registry import STRATEGIES, make_strategy
 from ..strategy import Strategy
 from ..training.programs import no_mesh
 from ..training.train import Trainer, TrainState
-from ..tree import check_params, is_key, like, merge, named_leaves, split
-from .comparing import cast, difference, has_unlike_copies, wide_enough
-
-TORCH = "PyTorch"
+from ..tree import check_params, like, merge, named_leaves, split
+from .comparing import COPIES, cast, difference, on_host, wide_enough
 
 
 class Result(NamedTuple):
@@ -110,14 +109,9 @@ def check(
         results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
-    if not results:
-        raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
     return results
-
-
-PARAMS = "params."
 
 
 class Task:
@@ -130,26 +124,13 @@ class Task:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         check_params(self.params, options["trainable"])
         has_state = model_state is not None
-        self._call = with_key(loss_fn, has_state)
-        result = jax.eval_shape(_on_one_rank(self._outputs), self.params, self.model_state, self.batches[0])
+        outputs = _on_one_rank(partial(with_key(loss_fn, has_state), key=jax.random.key(0)))
+        result = jax.eval_shape(outputs, self.params, *([self.model_state] if has_state else []), self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
         if has_aux and has_state:  # else it is (loss, new_state)
             has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-        flat, options = make_strategy("flat"), {"has_aux": has_aux, "has_state": has_state, **options}
-        self.trainer = Trainer(loss_fn, optimizer, flat, data_mesh(1), **options)
-
-    def _outputs(self, params: Any, model_state: Any, batch: Any) -> Any:
-        return self._call(params, *([] if model_state is None else [model_state]), batch, key=jax.random.key(0))
-
-    def loss(self, params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        """The mean, and the next model state and aux, of a loss function of any kind."""
-        loss, aux = self._outputs(params, model_state, batch), None
-        if model_state is not None:
-            loss, model_state = loss
-            model_state, aux = model_state if self.trainer.has_aux else (model_state, None)
-        elif self.trainer.has_aux:
-            loss, aux = loss
-        return _of_whole_batch(loss), (model_state, map_marked(lambda _, leaf: _of_whole_batch(leaf), aux))
+        options = {"has_aux": has_aux, "has_state": has_state, **options}
+        self.trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), **options)
 
 
 def under_strategies(
@@ -195,8 +176,8 @@ def _under_torch(task: Task, given: tuple[Any, Any, Any], expected: Sequence[Any
     for batch in task.batches:
         trainer.step(jax.tree.map(torch.from_numpy, batch))
         found.append(interop.to_numpy(module))
-    right = [to_numpy(like(task.params, {name: one[PARAMS + name] for name in ours.values()})) for one in expected]
-    return _compare(TORCH, 1, found, right, atol)
+    right = [to_numpy(like(task.params, one)) for one in expected]
+    return _compare("PyTorch", 1, found, right, atol)
 
 
 def _in_several_parts(name: str, trained: Any) -> Strategy:
@@ -209,14 +190,6 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
     return make_strategy(name, **{option: value for option, value in options.items() if option in takes})
 
 
-def _of_whole_batch(value: Any) -> Any:
-    if isinstance(value, Weighted):
-        return value.total / jnp.where(value.weight == 0, 1, value.weight)
-    if isinstance(value, Mean | Sum):
-        return jnp.mean(value.values, 0) if isinstance(value, Mean) else jnp.sum(value.values, 0)
-    return value.values if isinstance(value, PerExample) else value
-
-
 def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     """Binds the axis of ranks, over which a loss function may average statistics."""
     whole = PartitionSpec()
@@ -225,54 +198,61 @@ def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
-    trainer, clip = task.trainer, optax.identity()
-    first, frozen = split(task.params, trainer.trainable)
-    if trainer.max_grad_norm is not None:
-        clip = optax.clip_by_global_norm(trainer.max_grad_norm)
+    trainer = task.trainer
+    compute = partial_loss(trainer.loss_fn, trainer.has_aux, trainer.has_state)
+    clip = optax.clip_by_global_norm(trainer.max_grad_norm or np.inf)
     optimizer = optax.with_extra_args_support(trainer.optimizer)
 
-    def step(trained: Any, model_state: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        grad = jax.value_and_grad(lambda trained: task.loss(merge(trained, frozen), model_state, batch), has_aux=True)
-        (value, (model_state, aux)), grads = grad(trained)
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        trained, frozen = split(state.params, trainer.trainable)
+
+        def loss(trained: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+            _, (parts, model_state) = compute(merge(trained, frozen), state.model_state, batch, jax.random.key(0))
+            value, aux = divide(parts, 1)
+            return value, (model_state, aux)
+
+        (value, (model_state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)} | ({"aux": aux} if trainer.has_aux else {})
-        updates, opt_state = optimizer.update(clip.update(grads, clip.init(None))[0], opt_state, trained, value=value)
-        return optax.apply_updates(trained, updates), model_state, opt_state, metrics
+        grads, _ = clip.update(grads, clip.init(None))
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained, value=value)
+        params = merge(optax.apply_updates(trained, updates), frozen)
+        return state._replace(params=params, opt_state=opt_state, model_state=model_state), metrics
 
     run, after = jax.jit(_on_one_rank(step)), []
-    held = first, task.model_state, optimizer.init(first)
+    first = split(task.params, trainer.trainable)[0]
+    nothing: Any = ()  # for what is not compared
+    state = TrainState(nothing, task.params, optimizer.init(first), nothing, task.model_state)
     for batch in task.batches:
-        *held, metrics = jax.block_until_ready(run(*held, batch))
-        parts = {"params": merge(held[0], frozen), "opt_state": held[2], "model_state": held[1], "metrics": metrics}
-        found = {name: leaf for part, tree in parts.items() for name, leaf in named_leaves({part: tree}).items()}
-        after.append({name: np.asarray(leaf) for name, leaf in found.items() if not is_key(leaf)})
-    if all(np.array_equal(leaf, after[-1][name]) for name, leaf in named_leaves({"params": task.params}).items()):
+        state, metrics = jax.block_until_ready(run(state, batch))
+        after.append(_bare(on_host(state) | on_host({"metrics": metrics})))
+    if jax.tree.all(jax.tree.map(np.array_equal, first, split(state.params, trainer.trainable)[0])):
         raise ValueError("params must move: the loss does not depend on them, or the learning rate is 0")
     return after
 
 
-def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-    after = []
+def _bare(named: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameters by their own names, and the rest with the part of the state that has it."""
+    return {name.replace("params.", "", 1): leaf for name, leaf in named.items()}
+
+
+def _trained(trainer: Trainer, state: TrainState, batches: Sequence[Any]) -> Iterator[dict[str, np.ndarray]]:
     for batch in batches:
         state, metrics = trainer.step(state, batch)
-        found = dict(to_host(trainer, state))
-        found |= {name: np.asarray(leaf) for name, leaf in named_leaves({"metrics": metrics}).items()}
-        unlike = [name.removeprefix(PARAMS) for name, leaf in named_leaves(state).items() if has_unlike_copies(leaf)]
-        after.append(found | {f"copies of {name}": np.array(0) for name in unlike})
-    return after
+        unlike = {name: leaf for name, leaf in on_host(state).items() if name.startswith(COPIES)}
+        yield _bare(dict(to_host(trainer, state)) | on_host({"metrics": metrics}) | unlike)
 
 
 def _compare(
-    name: str, num_ranks: int, trained: Sequence[dict[str, np.ndarray]], expected: Sequence[Any], atol: float
+    name: str, num_ranks: int, trained: Iterable[dict[str, np.ndarray]], expected: Sequence[Any], atol: float
 ) -> Result:
-    parted: tuple[int | None, str | None] = (None, None)
+    first: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf.removeprefix(PARAMS): difference(found[leaf], array) for leaf, array in right.items()}
-        differences |= {leaf: np.inf for leaf in found if leaf.startswith("copies of ")}
+        differences = {leaf: difference(found[leaf], array) for leaf, array in right.items()}
+        differences |= {leaf: np.inf for leaf in found if leaf.startswith(COPIES)}
         largest = float(np.max([largest, *differences.values()]))  # NaN stays
-        far = [leaf for leaf, difference in differences.items() if not difference <= atol]
-        if far and parted[0] is None:
-            parted = step, far[0]
-    ended = {leaf.removeprefix(PARAMS): trained[-1][leaf] for leaf in expected[-1]}
-    kept = {leaf: array for leaf, array in ended.items() if not leaf.startswith(("opt_state", "metrics."))}
-    return Result(name, num_ranks, largest, *parted, params=kept)
+        parted = [leaf for leaf, difference in differences.items() if not difference <= atol]
+        if parted and first[0] is None:
+            first = step, parted[0]
+    ended = {leaf: found[leaf] for leaf in expected[-1] if not leaf.startswith(("opt_state", "metrics."))}
+    return Result(name, num_ranks, largest, *first, params=ended)

@@ -9,6 +9,7 @@ Assumption: rank 0's host has memory for the whole state while it is written. No
 tensor beside its shards.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_integer
-from jaxddp.checkpoint.folder import CheckpointFolder, refuse_nonfinite
+from jaxddp.checkpoint.folder import CheckpointFolder, check_finite
+from jaxddp.checkpoint.weights import as_numpy
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from ..agreement import check_alike, gather_texts
 from ..registry import STRATEGIES
 from ..train import Trainer
-from .rank_state import RankState, is_finite, num_ranks, rank
+from .rank_state import RankState, num_ranks, rank
 
 T = TypeVar("T")
 _FILE = "state.pt"
@@ -38,7 +40,6 @@ class Checkpoints(CheckpointFolder):
     """
 
     package = "torchref"
-    one = "rank"
 
     def save(self, trainer: Trainer, step: int, *, data_position: Any = None) -> None:
         """Saves the state of a trainer's module and optimizer; returns once it is written.
@@ -55,7 +56,7 @@ class Checkpoints(CheckpointFolder):
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         step = check_integer("step", step, least=0)
-        held = self._together(lambda: RankState.of(trainer), each=True)
+        held = RankState.of(trainer)
         if num_ranks() > 1:
             check_alike({"step": step, "data_position": data_position})
         self._together(lambda: self._begin(step))
@@ -67,7 +68,9 @@ class Checkpoints(CheckpointFolder):
         place = {"step": step, "strategy": strategy, "num_ranks": num_ranks(), "data_position": data_position}
 
         def write() -> None:
-            refuse_nonfinite(step, [name for name, one in whole.items() if not is_finite(name, one)])
+            for name, one in whole.items():
+                if torch.is_tensor(one):
+                    check_finite(step, name, as_numpy(one))
             self._write(place | held.about, save)
 
         def save(folder: Path) -> None:
@@ -86,22 +89,34 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             ValueError: If there is no such checkpoint, it is of another model, optimizer or dtype, damaged, or written
-                by another version, or a rank cannot read what rank 0 reads. Checkpoints are never changed.
+                by another version. Checkpoints are never changed.
         """
-        about = self._agree(step)
+        about, held = self._together(lambda: self._choose(step)), RankState.of(trainer)
+        saved: dict[str, Any] = {}
 
-        def read() -> tuple[RankState, dict[str, Any]]:
-            held = RankState.of(trainer)
+        def read() -> dict[str, Any]:
             path = self._path(about["step"]) / _FILE
-            tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-            tensors |= {f"state.{entry}": number for entry, number in about.get("numbers", {}).items()}  # before
-            held.check_fits(tensors, about, self._name(about["step"]))
-            return held, tensors
+            saved.update(torch.load(path, weights_only=True, mmap=True, map_location="cpu"))
+            saved.update({f"state.{entry}": number for entry, number in about.get("numbers", {}).items()})  # before
+            held.check_fits(saved, about, self._name(about["step"]))
+            return {name: (one.shape, str(one.dtype)) if torch.is_tensor(one) else one for name, one in saved.items()}
 
-        held, tensors = self._together(read, each=True)
-        held.load(tensors)
+        forms = self._together(read)
+        begin_step(is_call=True)
+        held.load(saved.items() if num_ranks() == 1 else self._sent(saved, forms))
+        end_step()
         trainer.num_steps = about["step"]
         return about["step"], about["data_position"]
+
+    def _sent(self, saved: dict[str, Any], forms: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Sends what rank 0 has read to the other ranks, one tensor after another."""
+        for name, form in forms.items():
+            one = saved.get(name, form)
+            if isinstance(form, (list, tuple)):  # else it is a number
+                shape, dtype = form
+                one = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch."))) if rank() else one
+                dist.broadcast(one.reshape(-1).view(torch.uint8), 0, self._group)
+            yield name, one
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -112,5 +127,5 @@ class Checkpoints(CheckpointFolder):
         """All ranks over Gloo: a large file on a slow disk would exceed the time-out of NCCL's collectives."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
 
-    def _exchange(self, text: str) -> list[str]:
-        return gather_texts(text, self._group)
+    def _from_first(self, text: str) -> str:
+        return gather_texts(text, self._group)[0]

@@ -13,7 +13,7 @@ Shards are gathered tensor by tensor, and cut again from the whole when they are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,21 +116,23 @@ class RankState(NamedTuple):
             if about[key] != self.about[key]:
                 raise ValueError(f"{checkpoint} is of another optimizer: {about[key]} there and {self.about[key]} here")
         known = {id(one) for one in _params_of(self.optimizer)}
-        for key, name, _ in _states_in(saved):
+        for _, key, name in (entry.split(".", 2) for entry in saved if entry.startswith("state.")):
             one = self.updated.get(name)
             if one is None or (one.requires_grad and id(one) not in known):  # ZeRO's optimizers know no frozen ones
                 raise ValueError(f"{checkpoint} has {key} of {name!r}, which the optimizer here does not update")
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a checkpoint that fits."""
-        for name, (one, cut) in self.held().items():
-            if not name.startswith("state."):
-                one.copy_(cut.local_shard(saved[name], rank()) if cut else saved[name])
-        params = _params_of(self.optimizer)
+    def load(self, saved: Iterable[tuple[str, Any]]) -> None:
+        """Takes this rank's part of each tensor of a checkpoint that fits, by name, one after another."""
+        held, params = self.held(), _params_of(self.optimizer)
         numbers = {id(one): number for number, one in enumerate(params)}
         state: dict[int, dict[str, Any]] = {}
-        for key, name, value in _states_in(saved):
+        for entry, value in saved:
+            if not entry.startswith("state."):
+                one, cut = held[entry]
+                one.copy_(cut.local_shard(value, rank()) if cut else value)
+                continue
+            _, key, name = entry.split(".", 2)
             if isinstance(value, torch.Tensor):
                 if (cut := self.cuts.get(name)) and cut.shape == value.shape and key not in _NUMBERS:
                     value = cut.local_shard(value, rank())  # noqa: PLW2901
@@ -155,23 +157,6 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_finite(name: str, value: Any) -> bool:
-    """Whether it may be saved. A mask holds infinities, and so may an optimizer's scalar, as the best loss."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return True
-    if value.ndim == 0 and not name.startswith("params."):
-        return True
-    return not bool((value.isnan() if name.startswith("buffers.") else ~value.isfinite()).any())
-
-
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, numbered as its ``state_dict`` does."""
     return [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def _states_in(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """The optimizer's state in a checkpoint: key, parameter's name and value."""
-    for entry, value in saved.items():
-        if entry.startswith("state."):
-            _, key, name = entry.split(".", 2)
-            yield key, name, value
