@@ -127,10 +127,12 @@ def test_weights_are_read_from_a_file(bigram, tmp_path):
 
 
 def test_a_complete_run_takes_no_more_steps_and_what_does_not_fit_its_checkpoint_is_refused(bigram, tmp_path):
+    program = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    lock = [sys.executable, "-c", program, tmp_path / ".writer"]
+
     def second(line):
         if line.startswith("step 1/"):
-            found = refusal(jaxddp.Checkpoints(tmp_path).reserve)
-            assert f"is being written to by process {os.getpid()} on " in found
+            assert "BlockingIOError" in subprocess.run(lock, capture_output=True, text=True).stderr
 
     run = partial(bigram, checkpoint=str(tmp_path))
     train(run(steps=3), second)
