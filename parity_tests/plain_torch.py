@@ -15,7 +15,9 @@ from .inputs import Arrays, batches
 from .torch_side import OPTIMIZERS
 
 
-def train_on_rank(name: str, optimizer: str, weights: Arrays, options: dict[str, Any]) -> tuple[Arrays, list[int]]:
+def train_on_rank(
+    name: str, optimizer: str, weights: Arrays, num_steps: int, options: dict[str, Any]
+) -> tuple[Arrays, list[int]]:
     """Trains the toy in float64.
 
     Returns:
@@ -28,7 +30,7 @@ def train_on_rank(name: str, optimizer: str, weights: Arrays, options: dict[str,
     optimizer_cls, kwargs = OPTIMIZERS[optimizer]
     step = getattr(plain, name)(loss_fn, functools.partial(optimizer_cls, **kwargs), module, **options)
     step, shards = step if name == "zero3" else (step, [])
-    for batch in batches("toy", "float64"):
+    for batch in batches("toy", "float64")[:num_steps]:
         tensors = {key: torch.from_numpy(array) for key, array in batch.items()}
         step(local_rows(tensors, rank, num_ranks))
     held_bytes = [parameter.untyped_storage().nbytes() for parameter in module.parameters()]
