@@ -20,6 +20,7 @@ from .inputs import batches
 ATOL = 1e-12
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", pytest.param("byte", marks=pytest.mark.full)]
 )
