@@ -18,7 +18,7 @@ from jaxddp.models.toy_test import ToyMLP
 from . import jax_side
 from .cases import Case
 from .inputs import batches, largest_difference
-from .plain_torch import train_on_rank
+from .torch_side import train_plain_on_rank
 
 ATOL = 1e-12  # float64: only the order of sums differs
 # Plain strategy -> its options.
@@ -61,7 +61,7 @@ def test_the_plain_ones_end_where_one_device_does(name, num_ranks, optimizer, ra
         full = [np.ravel(leaf)[: like.size].reshape(like.shape) for leaf, like in _pairs(state[0], initial_params())]
         ours = to_numpy(jax.tree.unflatten(jax.tree.structure(initial_params()), full))
     expected = jax_side.train_on_one_device(Case("naive", optimizer, num_ranks, "toy", "float64"), NUM_STEPS)
-    results = ranks.run(train_on_rank, name, optimizer, weights, NUM_STEPS, options, num_ranks=num_ranks)
+    results = ranks.run(train_plain_on_rank, name, optimizer, weights, NUM_STEPS, options, num_ranks=num_ranks)
     assert largest_difference(expected, weights) > 1e-3  # trained at all
     for found in (ours, *(theirs for theirs, _ in results)):
         assert largest_difference(found, expected) <= ATOL

@@ -1,12 +1,14 @@
 """Training in PyTorch: with torchref's trainer on a rank, and in a plain loop on one process."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torchref
+from torchref import plain
 from torchref.communication import collectives
 from torchref.interop import from_numpy, to_numpy
 from torchref.launch import RankPool
@@ -75,13 +77,8 @@ def _set_learning_rate(optimizer: str, options: torch.optim.Optimizer, step: int
             group["lr"] = LEARNING_RATES[step]
 
 
-def train(case: Case, weights: Arrays, ranks: RankPool) -> Arrays:
-    """Trains on the case's ranks; all must end with the same bits."""
-    return train_all([case], weights, ranks)[0]
-
-
 def train_all(cases: Sequence[Case], weights: Arrays, ranks: RankPool) -> list[Arrays]:
-    """Trains cases of as many ranks, one after the other in one process group."""
+    """Trains cases of as many ranks, one after the other in one process group; all must end with the same bits."""
     first, *others = ranks.run(train_all_on_rank, cases, weights, num_ranks=cases[0].num_ranks, timeout_s=900.0)
     for other in others:
         for case, ours, theirs in zip(cases, first, other, strict=True):
@@ -133,6 +130,31 @@ def _tensors(batch: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 # What single tests run on ranks, which would else import JAX with the test's file.
+
+
+def train_plain_on_rank(
+    name: str, optimizer: str, weights: Arrays, num_steps: int, options: dict[str, Any]
+) -> tuple[Arrays, list[int]]:
+    """Trains the toy in float64 with ``torchref.plain``.
+
+    Returns:
+        The weights, and the bytes that each parameter of the module still holds.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    module = build("toy", seed=rank).double()
+    if rank == 0:  # the others start from weights of their own, which the strategy has to replace
+        from_numpy(weights, module)
+    optimizer_cls, kwargs = OPTIMIZERS[optimizer]
+    step = getattr(plain, name)(loss_fn, partial(optimizer_cls, **kwargs), module, **options)
+    step, shards = step if name == "zero3" else (step, [])
+    for batch in batches("toy", "float64")[:num_steps]:
+        step(local_rows(_tensors(batch, torch.device("cpu")), rank, num_ranks))
+    held_bytes = [parameter.untyped_storage().nbytes() for parameter in module.parameters()]
+    for parameter, shard in zip(module.parameters(), shards, strict=False):
+        full = torch.empty(num_ranks * len(shard), dtype=shard.dtype)
+        dist.all_gather(list(full.chunk(num_ranks)), shard.detach())
+        parameter.data = full[: parameter.numel()].view(parameter.shape)
+    return to_numpy(module), held_bytes
 
 
 def halve(buffer: torch.Tensor, group: Any) -> torch.Tensor:
