@@ -6,6 +6,8 @@ processes, listening ports, network namespaces, shared memory, temporary folders
 
 import contextlib
 import gc
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -142,12 +144,15 @@ class Leftovers:
         os.environ |= {_SESSION: str(os.getpid()), "TMPDIR": str(self.folder)}
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(self.folder / "hypothesis")
         tempfile.tempdir = None  # is read again
+        # With what multiprocessing keeps there up to its own end.
+        multiprocessing.util.Finalize(None, shutil.rmtree, (self.folder, True), exitpriority=-200)
 
     @pytest.hookimpl(trylast=True)  # after xdist's processes have ended
     def pytest_sessionfinish(self, session):
         launch = sys.modules.get("torchref.launch")
         if launch is not None and launch.shared_pool.cache_info().currsize:
             launch.shared_pool().close()  # it would end with the interpreter
+            multiprocessing.forkserver._forkserver._stop()  # so would this
         deadline = time.monotonic() + _ENDING_S
         while (found := self.look()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -160,10 +165,6 @@ class Leftovers:
         for pid in _processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-    def pytest_unconfigure(self):
-        if not self.is_worker:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):

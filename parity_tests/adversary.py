@@ -47,9 +47,9 @@ def _jax_case(seed: int) -> tuple[str, str | None]:
 
     case = adversary_jax.draw(seed)
     try:
-        return str(case), adversary_jax.check(case)
+        return f"jax seed {seed}: {case}", adversary_jax.check(case)
     except Exception as error:
-        return str(case), f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return f"jax seed {seed}: {case}", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _torch_case(seed: int, pool: RankPool) -> tuple[str, str | None]:

@@ -116,29 +116,6 @@ class Case:
     is_weight_bad: bool  # whether the NaN is in a weight
     checkpoints_units: bool
 
-    def __str__(self) -> str:
-        """One line, from which the case can be drawn again."""
-        name, options = self.strategy
-        said = ", ".join([f"{key}={value}" for key, value in options.items()])
-        extras = [
-            *(["Weighted"] if self.weighted else []), *(["aux"] if self.has_aux else []),
-            *(["key"] if self.keyed else []), *([f"frozen {self.frozen}"] if self.frozen else []),
-            *([f"max_grad_norm {self.max_grad_norm}"] if self.max_grad_norm else []),
-            *([self.hook] if self.hook != "none" else []),
-            *([f"state by {self.state_sync}"] if self.state_sync else []),
-            *([f"NaN in step {self.bad_step}"] if self.bad_step is not None else []),
-            *(["of a weight"] if self.is_weight_bad else []),
-            *([f"{self.replicas} replicas"] if self.replicas > 1 else []),
-            *(["units under jax.checkpoint"] if self.checkpoints_units else []),
-            *([f"computes in {self.compute_dtype}"] if self.compute_dtype else []),
-            *([f"own loop with {self.own_loop}"] if self.own_loop else []),
-        ]  # fmt: skip
-        terms = " + ".join(f"{term}{places}" for term, places in self.terms)
-        return (
-            f"jax seed {self.seed}: {name}({said}) on {self.num_ranks}, {self.num_microbatches} micro-batches,"
-            f" {self.optimizer}, {self.dtype}, {self.form} of {self.shapes}: {terms} {' '.join(extras)}".strip()
-        )
-
 
 def draw(seed: int) -> Case:
     """Draws a case."""
@@ -290,9 +267,8 @@ class _Run:
         synced = sorted((one.kind, one.num_bytes) for one in schedule.collectives() if one.is_model_state)
         reference = _Reference(self, OPTIMIZERS[case.optimizer]())
         for step, batch in enumerate(self.batches):
-            spent = state
             state, metrics = trainer.step(state, batch)
-            if wrong := _put_back(trainer, spent, state, batch) or self._step(reference, step, batch, metrics):
+            if wrong := self._step(reference, step, batch, metrics):
                 return wrong
         if wrong := self._weights(trainer, state, reference):
             return wrong
@@ -401,11 +377,8 @@ class _Run:
         program = jaxddp.jit(step, strategy)
         for number, batch in enumerate(self.batches):
             params, opt_state, loss, square = jax.block_until_ready(program(params, opt_state, batch))
-            right_loss, right_square, _ = reference.step(batch, None)
-            if not _close(loss, right_loss, self.atol):
-                return f"loss of step {number} is {float(loss)!r}, not {float(right_loss)!r}"
-            if case.has_aux and not _close(square, right_square, self.atol):
-                return f"aux of step {number} is {float(square)!r}, not {float(right_square)!r}"
+            if wrong := self._step(reference, number, batch, {"loss": loss, "aux": {"square": square}}):
+                return wrong
         found, right = jax.tree.leaves(params), jax.tree.leaves(reference.params)
         furthest = max(_distance(a, b) for a, b in zip(found, right, strict=True))
         return None if furthest <= self.atol else f"weights are {furthest:.1e} off"
@@ -507,19 +480,6 @@ class _Reference:
         updated = iter(jax.tree.leaves(optax.apply_updates(trained, updates)))
         leaves = [next(updated) if i in self.trained else leaf for i, leaf in enumerate(jax.tree.leaves(params))]
         return jax.tree.unflatten(self.structure, leaves), opt_state, model_state, loss, aux, is_finite
-
-
-def _put_back(trainer: Any, spent: Any, state: Any, batch: Any) -> str | None:
-    """Takes a step with a part of a donated state, which is to be refused."""
-    for field in ("params", "opt_state", "key"):
-        part = getattr(spent, field)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(part)):
-            try:
-                trainer.step(state._replace(**{field: part}), batch)
-            except ValueError:
-                continue
-            return f"a donated {field} was taken"
-    return None
 
 
 def _rank_here() -> Any:

@@ -133,7 +133,7 @@ def test_gpus_give_the_weights_of_one_cpu_process(jax_process, nccl_ranks, strat
     start = to_numpy(jax_side.initial_params(case.model, case.dtype))
     alone = torch_side.train_on_one_process(case, start)
     ours = jax_process.run(weights_of_jaxddp, case, timeout_s=600.0)[0]
-    theirs = torch_side.train(case, start, nccl_ranks)
+    (theirs,) = torch_side.train_all([case], start, nccl_ranks)
     atol, reason = tolerance(case)
     assert largest_difference(ours, alone) <= atol, reason
     assert largest_difference(theirs, alone) <= atol, reason

@@ -14,7 +14,7 @@ from jaxddp.models.toy_test import build
 from jaxddp.parity import trainings
 from jaxddp.tree import like
 
-from .cases import LEARNING_RATES, STRATEGIES, Case, reference
+from .cases import LEARNING_RATES, NUM_STEPS, STRATEGIES, Case, reference
 from .inputs import Arrays, batches
 
 OPTIMIZERS = {
@@ -47,25 +47,25 @@ def initial_params(model: str, dtype: str) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def make_trainer(case: Case, mesh: jax.sharding.Mesh) -> jaxddp.Trainer:
-    """The case's trainer on any mesh."""
+def make_trainer(case: Case, mesh: jax.sharding.Mesh, **options: Any) -> jaxddp.Trainer:
+    """The case's trainer on any mesh, with more options of the strategy."""
     loss_fn, _ = _build(case.model, seed=7)
-    return jaxddp.Trainer(loss_fn, OPTIMIZERS[case.optimizer](), _strategy(case), mesh, **_options(case))
+    return jaxddp.Trainer(loss_fn, OPTIMIZERS[case.optimizer](), _strategy(case, options), mesh, **_options(case))
 
 
-def _strategy(case: Case) -> jaxddp.Strategy:
+def _strategy(case: Case, options: dict[str, Any] | None = None) -> jaxddp.Strategy:
     strategy = STRATEGIES[case.strategy]
-    return jaxddp.make_strategy(strategy.name, **strategy.jax_options)
+    return jaxddp.make_strategy(strategy.name, **strategy.jax_options, **(options or {}))
 
 
 def _options(case: Case) -> dict[str, Any]:
     return {"num_microbatches": case.num_microbatches, "max_grad_norm": case.max_grad_norm, "trainable": is_trainable}
 
 
-def train(case: Case) -> Arrays:
-    """Trains on the case's ranks; weights by torch name."""
+def train(case: Case, **options: Any) -> Arrays:
+    """Trains on the case's ranks, with more options of the strategy; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        trainer = make_trainer(case, jaxddp.data_mesh(case.num_ranks))
+        trainer = make_trainer(case, jaxddp.data_mesh(case.num_ranks), **options)
         state = trainer.init(initial_params(case.model, case.dtype))
         for batch in batches(case.model, case.dtype):
             state, _ = trainer.step(state, batch)
@@ -101,7 +101,7 @@ def _on_one_device(case: Case) -> Sequence[Arrays]:
     return trainings.on_one_device(_task(case))
 
 
-def train_on_one_device(case: Case) -> Arrays:
+def train_on_one_device(case: Case, num_steps: int = NUM_STEPS) -> Arrays:
     """What the case is compared with: one device, without jaxddp's step; weights by torch name."""
     with jax.enable_x64(case.dtype == "float64"):
-        return to_numpy(like(initial_params(case.model, case.dtype), _on_one_device(reference(case))[-1]))
+        return to_numpy(like(initial_params(case.model, case.dtype), _on_one_device(reference(case))[num_steps - 1]))

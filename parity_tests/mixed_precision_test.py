@@ -1,7 +1,7 @@
 """bfloat16 with float32 masters: torchref under autocast rounds where jaxddp does, so both have the same weights."""
 
-import functools
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,16 @@ import numpy as np
 import optax
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import jaxddp
-import torchref
 from jaxddp.checkpoint.interop import to_numpy
 from jaxddp.comparison_test import mostly_full, trained
 from torchref.interop import from_numpy
-from torchref.registry import make_training
-from torchref.train import local_rows
 
-NUM_RANKS, NUM_STEPS, SHAPES = 2, 10, {"up": (6, 16), "down": (16, 3)}
+from .torch_side import train_module_on_rank
+
+NUM_RANKS, NUM_STEPS, SHAPES = 2, 10, {"0": (6, 16), "2": (16, 3)}  # of layers, by their names in torch
 OPTIMIZERS = {
     "momentum": (lambda: optax.sgd(0.01, momentum=0.9), torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
     "adamw": (lambda: optax.adamw(1e-2, weight_decay=0.01), torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.01}),
@@ -39,23 +37,9 @@ def batches():
 
 
 def jax_loss(params, batch):
-    x = batch["x"].astype(params["up"]["kernel"].dtype)
-    out = jax.nn.relu(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
+    x = batch["x"].astype(params["0"]["kernel"].dtype)
+    out = jax.nn.relu(x @ params["0"]["kernel"]) @ params["2"]["kernel"]
     return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
-
-
-def torch_loss(net, batch, enabled):
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        return ((net(batch["x"]).float() - batch["y"]) ** 2).mean()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = (nn.Linear(*shape, bias=False) for shape in SHAPES.values())
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
 
 
 def train_in_jax(name, optimizer, options, **precision):
@@ -67,18 +51,6 @@ def train_in_jax(name, optimizer, options, **precision):
     return to_numpy(trainer.params(state))
 
 
-def train_on_rank(name, optimizer, weights):
-    _, optimizer_cls, hyper = OPTIMIZERS[optimizer]
-    options = {"compute_dtype": torch.bfloat16} if name == "zero3" else {}
-    net, steps = make_training(name, from_numpy(weights, Net()), optimizer_cls, options, **hyper)
-    loss_fn = functools.partial(torch_loss, enabled=name != "zero3")
-    trainer = torchref.Trainer(loss_fn, steps, net, num_microbatches=2)
-    for batch in batches():
-        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-        trainer.step(local_rows(tensors, dist.get_rank(), NUM_RANKS))
-    return {name: tensor.detach().numpy() for name, tensor in net.gather_full_params().items()}
-
-
 QUICK = (("bucketed", "momentum"), ("zero1", "adamw"), ("zero3", "adamw"))
 
 
@@ -88,7 +60,11 @@ def test_autocast_is_the_compute_dtype(ranks, name, optimizer):
     ours = train_in_jax(name, optimizer, options, compute_dtype=jnp.bfloat16)
     wide = train_in_jax(name, optimizer, options)
     first = to_numpy(initial())
-    for theirs in ranks.run(train_on_rank, name, optimizer, first, num_ranks=NUM_RANKS):
+    up, down = (nn.Linear(*shape, bias=False) for shape in SHAPES.values())
+    net, is_sharded = from_numpy(first, nn.Sequential(up, nn.ReLU(), down)), name == "zero3"
+    torch_options = {"compute_dtype": torch.bfloat16} if is_sharded else {}
+    train = partial(train_module_on_rank, num_microbatches=2, autocast=not is_sharded)
+    for theirs in ranks.run(train, name, net, OPTIMIZERS[optimizer][1:], torch_options, batches(), num_ranks=NUM_RANKS):
         apart = {key: np.abs(weight - theirs[key]).max() for key, weight in ours.items()}
         for key, weight in wide.items():
             # XLA keeps some products in float32 that torch rounds to 8 bits (2^-9 of each gradient), and AdamW

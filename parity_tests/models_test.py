@@ -24,16 +24,16 @@ ATOL = 1e-12
 @pytest.mark.parametrize(
     "name", ["toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", pytest.param("byte", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("direction", ["to torch", "to jax"])
-def test_same_weights_give_same_loss_and_gradients(name, direction):
+def test_same_weights_give_same_loss_and_gradients(name):
     with jax.enable_x64(True):
         loss_fn, params = toys_in_jax.build(name, seed=1)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
         module = toys_in_torch.build(name, seed=2).double()
-        if direction == "to torch":
-            in_torch.from_numpy(in_jax.to_numpy(params), module)
-        else:
-            params = in_jax.from_numpy(in_torch.to_numpy(module), params)
+        of_torch = in_jax.from_numpy(in_torch.to_numpy(module), params)
+        in_torch.from_numpy(in_jax.to_numpy(params), module)
+        back = toys_in_torch.build(name, seed=2).double().state_dict()
+        for key, array in in_jax.to_numpy(of_torch).items():  # to JAX and back: every bit as it was
+            assert np.array_equal(array, back[key].numpy()), key
 
         batch = batches(name, "float64")[0]
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params, jax.tree.map(jnp.asarray, batch))

@@ -18,7 +18,7 @@ from jaxddp.models.toy_test import ToyMLP
 from . import jax_side
 from .cases import Case
 from .inputs import batches, largest_difference
-from .plain_torch import train_on_rank
+from .torch_side import train_plain_on_rank
 
 ATOL = 1e-12  # float64: only the order of sums differs
 # Plain strategy -> its options.
@@ -44,8 +44,9 @@ def start(name, tx, num_ranks, **options):
     return getattr(plain, name)(loss_fn, tx, initial_params(), jaxddp.data_mesh(num_ranks), **options)
 
 
-QUICK = {(name, 4, "adamw") for name in STRATEGIES} | {("naive", 1, "sgd"), ("zero3", 2, "sgd")}
-PRODUCT = itertools.product(STRATEGIES, (1, 2, 4), ("sgd", "adamw"))
+NUM_STEPS = 5
+QUICK = {(name, 3, "adamw") for name in STRATEGIES} | {("naive", 1, "sgd"), ("zero3", 2, "sgd")}
+PRODUCT = itertools.product(STRATEGIES, (1, 2, 3), ("sgd", "adamw"))
 
 
 @pytest.mark.parametrize("name, num_ranks, optimizer", mostly_full(QUICK, PRODUCT))
@@ -54,13 +55,13 @@ def test_the_plain_ones_end_where_one_device_does(name, num_ranks, optimizer, ra
     with jax.enable_x64(True):
         weights = to_numpy(initial_params())
         state, step = start(name, jax_side.OPTIMIZERS[optimizer](), num_ranks, **options)
-        for batch in batches("toy", "float64"):
+        for batch in batches("toy", "float64")[:NUM_STEPS]:
             state, _ = step(state, batch)
         # Shards of zero3 are flat, and padded at the end.
         full = [np.ravel(leaf)[: like.size].reshape(like.shape) for leaf, like in _pairs(state[0], initial_params())]
         ours = to_numpy(jax.tree.unflatten(jax.tree.structure(initial_params()), full))
-    expected = jax_side.train_on_one_device(Case("naive", optimizer, num_ranks, "toy", "float64"))
-    results = ranks.run(train_on_rank, name, optimizer, weights, options, num_ranks=num_ranks)
+    expected = jax_side.train_on_one_device(Case("naive", optimizer, num_ranks, "toy", "float64"), NUM_STEPS)
+    results = ranks.run(train_plain_on_rank, name, optimizer, weights, NUM_STEPS, options, num_ranks=num_ranks)
     assert largest_difference(expected, weights) > 1e-3  # trained at all
     for found in (ours, *(theirs for theirs, _ in results)):
         assert largest_difference(found, expected) <= ATOL

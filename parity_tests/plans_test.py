@@ -19,19 +19,19 @@ from jaxddp.checkpoint.interop import torch_leaves
 from jaxddp.communication.traces import plan_trace, trace_gradients
 from jaxddp.comparison_test import planned_collectives as planned_in_jax
 from jaxddp.models.toy_test import abstract
+from jaxddp.zero.owners import LeafOwners
 from torchref.communication.reduction import tensor_spec
-from torchref.models.toy_test import build
-from torchref.registry import make_training
 
 from .inputs import batches
 from .jax_side import is_trainable
+from .torch_side import owners_on_rank, plans_on_rank
 
 pytestmark = pytest.mark.smoke
 
 NUM_RANKS = 3  # does not divide the sizes of most parameters: shards are padded
 NUM_MICROBATCHES = (1, 3)
-# ``byte`` has 16 MiB of parameters: enough for a second bucket after the default first one of 1 MiB.
-MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", "byte")
+# ``byte_shallow`` has 8 MiB of parameters: enough for a second bucket after the default first one of 1 MiB.
+MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "tiny", "byte_shallow")
 # Their plans are defined alike in both packages. For ``zero3`` see the last tests.
 BUCKETED = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2")
 UNUSED = "unused.weight"  # in ``toy_unused``
@@ -58,19 +58,10 @@ def without_unused(buckets):
     return [bucket for bucket in kept if bucket]
 
 
-def torch_plans(model):
-    """What every strategy of torchref plans by default; runs in a rank process."""
-    found = {}
-    for name in BUCKETED:
-        net, _ = make_training(name, build(model), torch.optim.SGD, {}, lr=0.1)
-        collectives = [net.planned_collectives(num_microbatches=count) for count in NUM_MICROBATCHES]
-        found[name] = described(net.plan.buckets), collectives
-    return found
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_default_plans_are_the_same(ranks, model):
-    for name, (buckets, collectives) in ranks.run(torch_plans, model, num_ranks=NUM_RANKS)[0].items():
+    for name in BUCKETED:
+        buckets, collectives = ranks.run(plans_on_rank, name, model, NUM_MICROBATCHES, num_ranks=NUM_RANKS)[0]
         strategy = jaxddp.make_strategy(name)
         trace, names = traced(model)
         plan = plan_trace(strategy, trace)
@@ -87,36 +78,8 @@ def test_default_plans_are_the_same(ranks, model):
         assert collectives == [
             planned_in_jax(strategy, plan, NUM_RANKS, num_microbatches=count) for count in NUM_MICROBATCHES
         ]
-        if model == "byte" and name in ("bucketed", "zero1", "zero2"):
+        if model == "byte_shallow" and name in ("bucketed", "zero1", "zero2"):
             assert len(buckets) > 1  # or the caps would not have been compared
-
-
-def many_bytes(as_tensors):
-    """40 tensors of 7 MiB, of which an eighth, 35 MiB, is more than DDP's cap."""
-    return {f"w{index}": as_tensors(7 * 2**18) for index in range(40)}
-
-
-def large_torch_plan():
-    module = torch.nn.ParameterDict(many_bytes(torch.zeros))
-    return described(torchref.BucketedDDP(module).plan.buckets)
-
-
-def test_default_caps_grow_with_the_model_in_both(ranks):
-    params = many_bytes(lambda size: jax.ShapeDtypeStruct((size,), jnp.float32))
-
-    def grad_fn(params):
-        return jax.grad(lambda params: sum(jnp.sum(leaf**2) for leaf in params.values()))(params)
-
-    ours = described(jaxddp.plan_gradients(jaxddp.bucketed(), grad_fn, params).buckets)
-    theirs = ranks.run(large_torch_plan, num_ranks=2)[0]
-    assert [len(bucket) for bucket in ours] == [len(bucket) for bucket in theirs] == [1, 3, *[5] * 7, 1]
-    specs = [jaxddp.TensorSpec(name, leaf.shape, "float32") for name, leaf in params.items()]
-    assert [len(bucket) for bucket in described(jaxddp.zero1().plan(specs).buckets)] == [1, *[3] * 13]
-
-
-def fsdp_plan():
-    net = torchref.FSDP(torchref.models.build("tiny"))
-    return described(net.plan.buckets), net.planned_collectives()
 
 
 def num_bytes(collectives, kind):
@@ -132,7 +95,7 @@ def test_stage_3_sends_the_same_bytes_in_other_units(ranks):
     tokens = np.zeros((4, 16), np.int32)
     state, batch = trainer.init(params), {"tokens": tokens, "targets": tokens}
     ours, names = trainer.planned(state, batch), traced("tiny")[1]
-    buckets, theirs = ranks.run(fsdp_plan, num_ranks=2)[0]
+    buckets, (theirs,) = ranks.run(plans_on_rank, "zero3", "tiny", [1], num_ranks=2)[0]
     assert buckets == described(trainer.plan(state, batch).buckets, names)
     for kind in ("all-reduce", "reduce-scatter"):
         assert num_bytes(ours, kind) == num_bytes(theirs, kind) > 0
@@ -155,3 +118,11 @@ def test_torchs_rule_is_torchs(caps):
     indices, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
     plan = torchref.plan_buckets([tensor_spec(name, parameters[name]) for name in names], caps, rule="torch")
     assert [[names[i] for i in bucket] for bucket in indices] == [[t.name for t in b.tensors] for b in plan.buckets]
+
+
+def test_whole_parameters_have_the_same_owners(ranks):
+    shapes = ((8, 8), (30,), (8, 8), (5, 7), (64, 3), (1,), (0,), (8, 8), (11, 11), (30,))
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    expected = list(LeafOwners(optax.adamw(0.1), params, 3).owners.values())
+    assert ranks.run(owners_on_rank, shapes, num_ranks=3) == [expected] * 3
+    assert set(expected) == {0, 1, 2}

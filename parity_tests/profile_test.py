@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from jaxddp.instruments.trace import read_trace
 from torchref.launch import shared_pool
 
 
@@ -18,6 +17,8 @@ def profiled(folder):
 
 
 def test_a_profile_of_torch_shows_what_gloo_reduced(tmp_path):
+    from jaxddp.instruments.trace import read_trace  # not on the ranks, which import this file
+
     shared_pool().run(profiled, tmp_path, num_ranks=2)
     trace = read_trace(tmp_path)
     assert len(trace.overlaps()) == 2

@@ -61,14 +61,23 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     Rank r of every call is the same process. A call that fails costs its ranks' processes, not the pool.
     """
 
-    def __init__(self, max_ranks: int, *, backend: str = "gloo", prepare: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        max_ranks: int,
+        *,
+        backend: str = "gloo",
+        prepare: Callable[[int], None] | None = None,
+        start_method: str = "spawn",
+    ) -> None:
         """Makes a pool; starts nothing yet.
 
         ``max_ranks`` are the most that a call may have, on CPUs or, with ``"nccl"``, rank r on CUDA device r.
         ``prepare(rank)`` is called in each new process, before it starts a thread or joins a group.
+        ``start_method`` is one of ``multiprocessing``: a ``"forkserver"`` imports torch once for all ranks.
         """
         _check_ranks(max_ranks, backend)
         self.max_ranks, self._backend, self._prepare = max_ranks, backend, prepare
+        self._context: Any = multiprocessing.get_context(start_method)
         self._workers: dict[int, _Worker] = {}
         _open_pools.add(self)
 
@@ -100,7 +109,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             try:
                 self._end([rank for rank, worker in self._workers.items() if not worker.process.is_alive()])
                 missing = [rank for rank in ranks if rank not in self._workers]
-                self._workers |= {rank: _Worker(rank, self._backend, self._prepare) for rank in missing}
+                self._workers |= {rank: _Worker(self._context, rank, self._backend, self._prepare) for rank in missing}
                 self._collect(missing, timeout_s=300.0)
                 self._send(ranks, (len(ranks), f"{folder}/store", timeout_s, payload))
                 results = self._collect(ranks, timeout_s, on_message)
@@ -184,7 +193,8 @@ def launch(
 @functools.cache
 def shared_pool() -> RankPool:
     """The pool of 8 ranks that the tests of a session share; closed when the interpreter exits."""
-    return RankPool(8)
+    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])  # the latter is for optimizers
+    return RankPool(8, start_method="forkserver" if sys.platform == "linux" else "spawn")
 
 
 @atexit.register  # registered after multiprocessing's hook and so run before it; that one waits for all processes
@@ -196,9 +206,8 @@ def _close_open_pools() -> None:
 class _Worker:
     """The parent's handle on a rank's process."""
 
-    def __init__(self, rank: int, backend: str, prepare: Any) -> None:
+    def __init__(self, context: Any, rank: int, backend: str, prepare: Any) -> None:
         """Starts the process; its first result is that it is ready."""
-        context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         # The kernel's death signal follows the thread that started a process; only the main one lives to the end.
         dies_with_thread = threading.current_thread() is threading.main_thread()

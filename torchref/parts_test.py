@@ -226,14 +226,14 @@ def gradients_of_gradients():
     net.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        reading, uses_of_a_shard, shapes_and_averages, another_order, an_optimizer_made_first,
-        a_forward_hook_that_reads_a_weight, compiled, compiled_steps, compiled_with_microbatches,
-        gradients_of_gradients,
-    ],
+CHECKS = (
+    reading, uses_of_a_shard, shapes_and_averages, another_order, an_optimizer_made_first,
+    a_forward_hook_that_reads_a_weight, gradients_of_gradients,
 )  # fmt: skip
+COMPILED = (compiled, compiled_steps, compiled_with_microbatches)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *(pytest.param(check, marks=pytest.mark.full) for check in COMPILED)])
 def test_a_shard_answers_as_the_whole_or_refuses(ranks, check):
     ranks.run(check, num_ranks=2)
 

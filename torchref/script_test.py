@@ -77,7 +77,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ["left open", *(pytest.param(end, marks=pytest.mark.full) for end in list(ENDS)[:2])])
+@pytest.mark.full
+@pytest.mark.parametrize("end", ENDS)
 def test_no_rank_outlives_its_parent(tmp_path, end):
     start, num_ranks, num_busy, how = ENDS[end]
     process = run_script(tmp_path, f"{PARENT}    {start}\n")

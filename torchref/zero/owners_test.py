@@ -140,15 +140,11 @@ def test_it_behaves_like_torchs_optimizer(ranks, num_ranks):
     ranks.run(late_group_closure_and_schedule, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("check", [not_element_wise, scaled, frozen_with_a_gradient])
-def test_an_optimizer_that_is_not_element_wise_and_a_scaler(ranks, check):
+@pytest.mark.parametrize("check", [not_element_wise, scaled, frozen_with_a_gradient, no_list_of_parameters])
+def test_what_it_takes_and_refuses(ranks, check):
     ranks.run(check, num_ranks=2)
 
 
 def test_state_loads_on_the_same_rank_only(ranks):
     saved, _ = ranks.run(saved_and_loaded, num_ranks=2)
     ranks.run(loading_anothers, saved, num_ranks=3)
-
-
-def test_bad_input(ranks):
-    ranks.run(no_list_of_parameters, num_ranks=2)

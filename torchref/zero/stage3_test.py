@@ -189,21 +189,6 @@ def bad_input():
     assert refused(lambda: net.module.load_state_dict({}), "load_state_dict of '' would load whole tensors")
 
 
-def own_optimizer_state():
-    """Each rank goes on from what it has saved of the optimizer."""
-    saved = None
-    for _ in range(2):
-        net = torchref.FSDP(nn.Linear(3, 2))
-        optimizer = torch.optim.Adam(net.parameters())
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        net(torch.ones(2, 3)).sum().backward()
-        net.finish_gradient_synchronization()
-        optimizer.step()
-        saved = optimizer.state_dict()
-    assert [one["step"] for one in saved["state"].values()] == [2, 2]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_parameters_and_gradients_are_shards(ranks, num_ranks):
     for differences, _ in ranks.run(shards_and_gradients, None, num_ranks=num_ranks):
@@ -222,9 +207,7 @@ def test_computing_in_bfloat16_with_float32_shards(ranks):
         assert ("all-reduce", 4 * 4) in issued
 
 
-@pytest.mark.parametrize("check", [
-    own_types, multihead_attention, two_names_of_one_unit, lazy_views, bad_input, own_optimizer_state,
-])  # fmt: skip
+@pytest.mark.parametrize("check", [own_types, multihead_attention, two_names_of_one_unit, lazy_views, bad_input])
 def test_what_is_sharded_replicated_and_refused(ranks, check):
     ranks.run(check, num_ranks=2)
 
