@@ -77,7 +77,7 @@ STRATEGIES = {
 }
 OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_masked")
 NUM_RANKS = (1, 2, 3, 4, 8)
-MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "one_block")
+MODELS = ("toy", "toy_tied", "toy_frozen", "toy_unused", "tiny")
 DTYPES = ("float64", "float32")
 AXES: Mapping[str, Sequence[Any]] = {
     "strategy": tuple(STRATEGIES),
@@ -94,11 +94,11 @@ AXES: Mapping[str, Sequence[Any]] = {
 # each family or nearly so, and the transformer meets two ranks.
 MEET = {
     ("num_ranks", 8): ("naive", "bucketed(1KiB)", "zero1(1KiB)", "zero2(1KiB)", "zero3(200)"),
-    ("model", "one_block"): ("bucketed(1KiB)", "zero2(1KiB)", "zero3(200)"),
+    ("model", "tiny"): ("bucketed(1KiB)", "zero2(1KiB)", "zero3(200)"),
 }
 LEFT_OUT = {
     (("strategy", strategy), other) for strategy in STRATEGIES for other, met in MEET.items() if strategy not in met
-} | {(("num_ranks", num_ranks), ("model", "one_block")) for num_ranks in NUM_RANKS if num_ranks != 2}
+} | {(("num_ranks", num_ranks), ("model", "tiny")) for num_ranks in NUM_RANKS if num_ranks != 2}
 
 
 def tolerance(case: Case) -> tuple[float, str]:

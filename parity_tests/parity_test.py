@@ -43,7 +43,7 @@ SELECTION = pairwise_selection()
 QUICK = {
     min(
         (case for case in SELECTION if case.strategy == strategy),
-        key=lambda case: (case.model == "one_block", case.num_ranks == 1, case.num_ranks),
+        key=lambda case: (case.model == "tiny", case.num_ranks == 1, case.num_ranks),
     )
     for strategy in STRATEGIES
 }

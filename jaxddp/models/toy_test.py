@@ -1,11 +1,8 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias; ``one_block`` is a transformer. The parameters'
-dtype is the compute dtype.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias. The parameters' dtype is the compute dtype.
 ``build`` and ``abstract`` are those of ``jaxddp.models``, and know the toys as well: each is one unit of ``zero3``.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -74,17 +71,12 @@ TOYS = {
 }
 
 
-SIZES = models.SIZES | {"one_block": dataclasses.replace(models.SIZES["tiny"], num_layers=1)}
-
-
 def build(name, seed=0):
-    return _functional(TOYS[name](nnx.Rngs(seed))) if name in TOYS else models.build(SIZES.get(name, name), seed)
+    return _functional(TOYS[name](nnx.Rngs(seed))) if name in TOYS else models.build(name, seed)
 
 
 def abstract(name):
-    if name not in TOYS:
-        return models.abstract(SIZES.get(name, name))
-    return _functional(nnx.eval_shape(lambda: TOYS[name](nnx.Rngs(0))))
+    return _functional(nnx.eval_shape(lambda: TOYS[name](nnx.Rngs(0)))) if name in TOYS else models.abstract(name)
 
 
 def _functional(model):

@@ -1,10 +1,8 @@
 """Small models, one for each corner case of data parallelism: plain, tied, frozen and unused parameters.
 
-All are Linear without bias, ReLU, LayerNorm, Linear without bias; ``one_block`` is a transformer. ``build`` and
-``loss_fn`` are those of ``torchref.models``, and know these as well.
+All are Linear without bias, ReLU, LayerNorm, Linear without bias. ``build`` and ``loss_fn`` are those of
+``torchref.models``, and know the toys as well.
 """
-
-import dataclasses
 
 import torch
 import torch.nn.functional as F
@@ -62,12 +60,9 @@ TOYS = {
 }
 
 
-SIZES = models.SIZES | {"one_block": dataclasses.replace(models.SIZES["tiny"], num_layers=1)}
-
-
 def build(name, seed=0):
     if name not in TOYS:
-        return models.build(SIZES.get(name, name), seed)
+        return models.build(name, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return TOYS[name]()
