@@ -249,8 +249,7 @@ def _like(new_state: Any, model_state: Any) -> Any:
             raise ValueError(f"new_state leaf {name!r} (={now}) must be as in model_state (={was})")
 
     def strong(leaf: Any, _: Any) -> Any:  # a loop over micro-batches refuses the weak dtype of a number of Python's
-        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
-        return leaf if is_key else jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
 
     return jax.tree.map(strong, new_state, model_state)  # refuses another structure
 

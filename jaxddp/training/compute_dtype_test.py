@@ -1,5 +1,7 @@
 """Masters in one dtype, the loss in another: every strategy follows one recipe, and holds and sends what it says."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,3 +207,15 @@ def test_masters_that_are_replaced_are_what_is_trained_on(strategy):
     jax.tree.map(np.testing.assert_array_equal, trainer.params(replaced), trainer.params(expected))
     assert trainer.evaluate(replaced, batch) == trainer.evaluate(expected, batch)
     assert trainer.step(replaced, batch)[1]["loss"] == trainer.step(expected, batch)[1]["loss"]
+
+
+def test_trained_parameters_of_16_bits_are_warned_of():
+    """They lose updates that are smaller than half their last place."""
+    options = {"compute_dtype": None, "grad_dtype": jnp.float32}
+    with pytest.warns(UserWarning, match=r"parameter 'first' has 16 bits or fewer.*compute_dtype"):
+        make(mlp_loss, jaxddp.zero3(), **options).init(mlp_params("bfloat16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(mlp_loss, jaxddp.zero3()).init(mlp_params())
+        frozen = make(mlp_loss, jaxddp.zero3(), trainable=lambda name: name == "v", **options)
+        frozen.init(mlp_params("bfloat16") | {"v": np.ones(3, np.float32)})

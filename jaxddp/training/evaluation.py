@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from ..loss import PerExample, Sum, map_parts
-from .validation import count_examples, host_arrays
+from .validation import count_examples, host_arrays, is_global
 
 Watched = Callable[[], AbstractContextManager[Any]]
 Run = Callable[[tuple[Any, np.ndarray]], tuple[dict[str, Any], jax.Array]]
@@ -65,6 +65,7 @@ def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[
     while True:
         batch = next(iterator, end)
         if batch is not end:
+            batch = jax.tree.map(lambda leaf: _local_rows(leaf, by_rank) if is_global(leaf) else leaf, batch)
             batch = host_arrays(batch)
         num_rows = -1 if batch is end else count_examples(batch)
         rows = np.array([-1 if batch is end else -(-num_rows // num_local)])
@@ -92,6 +93,12 @@ def _each(batches: Any) -> Iterator[Any]:
         is_leaf = jax.tree_util.all_leaves([batches])
         is_batch = not is_leaf or hasattr(batches, "shape") or not isinstance(batches, Iterable)
     return iter([batches] if is_batch else batches)
+
+
+def _local_rows(leaf: jax.Array, by_rank: NamedSharding) -> np.ndarray:
+    """Gives this process's rows of an array over several processes."""
+    shards = {shard.index[0].start: shard.data for shard in jax.device_put(leaf, by_rank).addressable_shards}
+    return np.concatenate([shards[start] for start in sorted(shards)])
 
 
 def _pad(size: int, leaf: Any) -> Any:

@@ -225,15 +225,18 @@ trainer = jaxddp.Trainer(lambda params, batch: jnp.mean(batch * params["w"]), op
     jaxddp.data_mesh())
 state = trainer.init({"w": np.ones((), "f4")})
 found = trainer.evaluate(state, iter(mine), eval_fn)
+by_rank = jax.NamedSharding(trainer.mesh, jax.P("data"))
+whole = jax.make_array_from_process_local_data(by_rank, x[10 * process_id :][:10])
+whole = trainer.evaluate(state, iter([whole, whole[:12]]), eval_fn)["each"].tolist()
 try:
     trainer.evaluate(state, [] if process_id else x[:2], eval_fn)
 except ValueError as error:
     refused = str(error)
-print(json.dumps([float(found["mean"]), found["each"].tolist(), refused]))
+print(json.dumps([float(found["mean"]), found["each"].tolist(), whole, refused]))
 """
 
 
 def test_processes_give_rows_of_their_own_and_get_the_same():
     refused = "each process must have a batch, which may hold no examples: one has none"
-    expected = [7.5, list(range(16)), refused]
+    expected = [7.5, list(range(16)), [*range(20), *range(12)], refused]
     assert [json.loads(line) for line in run_workers(WORKER, 2)] == [expected] * 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -189,11 +190,14 @@ class Trainer:
         warn_if_alone()
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
+        trained = split(params, self.trainable)[0]
+        if narrow := [name for name, leaf in named_leaves(trained).items() if jnp.dtype(leaf.dtype).itemsize < 4]:
+            lost = f"parameter {narrow[0]!r} has 16 bits or fewer: updates below its last place are lost"
+            warnings.warn(f"{lost}; give init float32 parameters, and Trainer a compute_dtype", stacklevel=2)
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
             check_alike(self._fingerprint() | shapes)
-            trained = split(params, self.trainable)[0]
             check_alike({"optimizer": describe_update(self.optimizer, trained, list(self.mesh.shape.items()))})
             params, model_state, seed = from_first_process((params, model_state, seed))
         model, axis = self._describe(params), self.ranks.axis
