@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
         given = arguments.target, arguments.network_file, arguments.network_gb_per_s
         has_network = any(one is not None for one in given)
         return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
+    if arguments.write_network is not None:
+        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
     show(inspections, arguments.trainer or arguments.model)
     if arguments.out is not None:
@@ -102,6 +104,8 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
+        if not any(map(is_bucketed, strategies)):
+            raise ValueError(f"bucket_mb (={cap:g}) must come with a strategy that takes it, such as bucketed")
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
