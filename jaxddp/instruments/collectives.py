@@ -9,6 +9,7 @@ Printed, they are a table.
 import functools
 import math
 import os
+import tempfile
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -115,7 +116,10 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         if target is None:
             compiled = traced.lower().compile()
         else:
-            compiled = targets.start_compile_traced(targets.target(target), traced, needs_memory=False).result()
+            machine = targets.target(target)
+            with tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
+                early = folder if machine.platform == "tpu" and " " not in folder else ""  # libtpu divides at spaces
+                compiled = targets.start_compile_traced(machine, traced, early).result()
     elif args or kwargs or target is not None:
         raise ValueError("args and target must be left out for a program that is lowered already")
     elif hasattr(program, "compile"):

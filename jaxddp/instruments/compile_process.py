@@ -3,8 +3,8 @@
 Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script and
 imports nothing of this package: JAX starts here with the environment that the parent chose. Standard input is the
 pickled request, standard output the pickled text and memory of the compiled program, or one string: why there is none.
-Arguments are the parent's process id and a folder: the process ends as soon as the compiler for TPUs has written the
-scheduled module there.
+Arguments are the parent's process id and a folder or "": the process ends as soon as the compiler for TPUs has written
+the scheduled module there.
 """
 
 import ctypes
@@ -62,7 +62,8 @@ if __name__ == "__main__":
         sys.exit("the parent has ended")
     answer_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps the compilers' output out of the answer
-    threading.Thread(target=end_once_written, args=(Path(sys.argv[2]),), daemon=True).start()
+    if sys.argv[2]:
+        threading.Thread(target=end_once_written, args=(Path(sys.argv[2]),), daemon=True).start()
     try:
         answer: Any = compile_request(pickle.load(sys.stdin.buffer))
     except Exception as error:

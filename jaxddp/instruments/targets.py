@@ -11,7 +11,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -106,11 +105,11 @@ def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
     return next((one.params["mesh"] for one in operations if one.primitive.name == "shard_map"), None)
 
 
-def start_compile_traced(target: Target, traced: Any, *, needs_memory: bool = True) -> Pending:
+def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
     """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
-    Without ``needs_memory`` the compiler for TPUs is not waited for after the scheduled module, which it writes in a
-    quarter of its time: the program's memory is not known, and may be too much.
+    With a ``text_folder`` the compiler for TPUs is not waited for after the scheduled module, which it writes there in
+    a quarter of its time: the program's memory is not known, and may be too much.
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
@@ -148,7 +147,7 @@ def start_compile_traced(target: Target, traced: Any, *, needs_memory: bool = Tr
         "compiler_options": dict(params.get("compiler_options_kvs", ())),
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    return _pending(target, pickle.dumps(request), _environment(target), needs_memory)
+    return _pending(target, pickle.dumps(request), _environment(target), text_folder)
 
 
 def check_installed(target: Target) -> None:
@@ -215,17 +214,14 @@ _SCRIPT = Path(__file__).with_name("compile_process.py")
 _free_cpus = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
-def _pending(target: Target, request: bytes, environment: dict[str, str], needs_memory: bool) -> Pending:
+def _pending(target: Target, request: bytes, environment: dict[str, str], text_folder: str = "") -> Pending:
     """Compiles as soon as a CPU is free, in a thread that this process does not wait for when it ends."""
     outcome: Pending = Future()
 
     def run() -> None:
         try:
-            with _free_cpus, tempfile.TemporaryDirectory(prefix="jaxddp-") as folder:
-                if not needs_memory:
-                    given = environment.get("LIBTPU_INIT_ARGS", "")
-                    environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT}{folder}".strip()
-                outcome.set_result(_compile(target, request, environment, folder))
+            with _free_cpus:
+                outcome.set_result(_compile(target, request, environment, text_folder))
         except BaseException as error:  # whoever waits gets it
             outcome.set_exception(error)
 
@@ -235,6 +231,9 @@ def _pending(target: Target, request: bytes, environment: dict[str, str], needs_
 
 def _compile(target: Target, request: bytes, environment: dict[str, str], text_folder: str) -> TargetProgram:
     spec = repr(target.spec)
+    if text_folder:
+        given = environment.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} {_WRITE_TEXT}{text_folder}".strip()
     # -P: the names of this folder's files must not hide other packages.
     command = [sys.executable, "-P", str(_SCRIPT), str(os.getpid()), text_folder]
     try:
@@ -247,7 +246,7 @@ def _compile(target: Target, request: bytes, environment: dict[str, str], text_f
         errors = [line for line in lines if "rror" in line and "stack trace" not in line]  # they stand above a stack
         ended = f"the process that compiles for {spec} ended with code {done.returncode}"
         raise ValueError(": ".join([ended, *(errors or lines)[-1:]])) from RuntimeError(printed)
-    if texts := [path.read_text() for path in Path(text_folder).glob("*-TLP-hlo.txt")]:
+    if text_folder and (texts := [path.read_text() for path in Path(text_folder).glob("*-TLP-hlo.txt")]):
         return TargetProgram(target, texts[0], SimpleNamespace())
     answer = pickle.loads(done.stdout)
     if isinstance(answer, str):
