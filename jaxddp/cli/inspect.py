@@ -5,6 +5,7 @@ import json
 import math
 import pkgutil
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,8 @@ _TRACE_LEGEND = (
     "Compute: while anything but a collective runs; exposed: communication without it. Curve: what the network takes "
     "for one; a collective's time includes the wait for the last rank, so the shortest is held against it."
 )
+_OF_MODELS = ("batch_per_device", "dtype")
+_OF_PROGRAMS = ("strategy", "compare", "bucket_mb", "peaks", "out", *_OF_MODELS)
 _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
+        _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
         given = arguments.target, arguments.network_file, arguments.network_gb_per_s
         has_network = any(one is not None for one in given)
         return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
@@ -125,15 +129,20 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     from ..models import SIZES
 
     if arguments.trainer is not None:
-        for name in ("batch_per_device", "dtype"):  # would be ignored
-            if (value := getattr(arguments, name)) != arguments.default_of(name):
-                raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
+        _refuse(arguments, _OF_MODELS, "--trainer, whose function decides it")
         return training_of(arguments.trainer)
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
     num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
     training = transformer_training(SIZES[arguments.model], num_sequences)
     return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
+    """Refuses options that would be ignored."""
+    for name in names:
+        if (value := getattr(arguments, name)) != arguments.default_of(name):
+            raise ValueError(f"{name} (={value}) must be left out with {beside}")
 
 
 def training_of(spec: str) -> tuple[Any, ...]:

@@ -73,6 +73,7 @@ BAD_INPUT = {
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
     "--strategy naive --bucket-mb 5": "bucket_mb (=5) must come with a strategy that takes it, such as bucketed",
     "--write-network file": "write_network (=file) must come with --trace",
+    "--trace profile --bucket-mb 25": "bucket_mb (=25.0) must be left out with --trace, which compiles nothing",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
     "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
 }

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -71,9 +73,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Plans what the options ask for, and prints one JSON object, or the same numbers as a table."""
     found = {"model": arguments.model, **plan(_job(arguments))}
     if arguments.flops_per_s is not None:
-        found["assumptions"]["rates"] = None  # not the published ones
+        found["assumptions"]["rates"] = found["step_s"] = None  # nothing is known of its memory and kernels
     as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
-    print(as_json if arguments.json else as_text(found))
+    try:
+        print(as_json if arguments.json else as_text(found), flush=True)
+    except BrokenPipeError:  # of ``| head``: Python writes what is left once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def as_text(found: dict[str, Any]) -> str:

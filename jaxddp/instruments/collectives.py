@@ -106,6 +106,8 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
             installed, or its size not the mesh's; if the text cannot be read.
     """
     mesh, compiled = None, program
+    if isinstance(program, jax.stages.Traced):
+        program = program.lower()
     if callable(program) and not hasattr(program, "as_text"):
         if isinstance(program, types.MethodType) and hasattr(program, "trace"):  # which is that of the function alone
             program, args = program.__func__, (program.__self__, *args)

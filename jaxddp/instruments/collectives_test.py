@@ -174,6 +174,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
         ("HloModule m", (1,), {}, "args"),
         (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),
         (jnp.sum, (shape(16, spec=("data",)),), {"target": "h100:8"}, "devices"),
+        (lambda x: jax.debug.print("{}", x), (shape(16),), {"target": "h100:4"}, "be left out, which calls Python"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(program, args, options, said):

@@ -135,12 +135,15 @@ def read_schedule(compiled: Any) -> Schedule:
 
     A ValueError of one line says if the text is not a scheduled HLO module, or is damaged.
     """
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
+        raise ValueError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
         module = parse_module(compiled if isinstance(compiled, str) else compiled.as_text())
         operations = _read(module.entry)
-    except (AttributeError, LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise ValueError(f"the program must be a scheduled HLO module that can be read: {said}") from error
+    except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"the HLO module cannot be read: {kind}{' '.join(str(error).split())[:160]}") from error
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     return Schedule(operations, module.num_devices, tuple(dict.fromkeys(module.notes)), memory)
 

@@ -136,7 +136,10 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     try:
         exported = export.export(of_arrays, platforms=[platform], disabled_checks=checks)(*arrays)
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}") from error
+        names = {inner.primitive.name for each in params["jaxpr"].jaxpr.eqns for inner in nested(each)}
+        calls = ", ".join(sorted(name for name in names if "callback" in name or "debug" in name))
+        said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
+        raise ValueError(f"{said}; {calls} must be left out, which calls Python" if calls else said) from error
     request = {
         "topology": _topology(target),
         "exported": exported.serialize(),

@@ -27,7 +27,7 @@ _GATHERED_UNITS = 3  # at the same time at stage 3: one in use, two prefetched
 
 @dataclass
 class TrainingJob:
-    """What to plan: a model on a cluster. A ValueError if numbers are out of range, or do not divide each other."""
+    """What to plan: a model on a target. A ValueError if numbers are out of range, or do not divide each other."""
 
     workload: Workload
     target: Target  # its chip has the rates and the memory to plan with
