@@ -70,7 +70,7 @@ def check_params(params: Any, trainable: Callable[[str], bool] | None) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, kinds)):
         name = path_name(path)
         is_statistic = "batch_stats" in re.split(r"\W+", name)[:-1]  # of Linen's, also in a flattened dictionary
-        if name in trained and (is_statistic or isinstance(node, kinds)):
+        if (is_statistic or isinstance(node, kinds)) and (trainable is None or trainable(name)):
             raise ValueError(
                 f"parameter {name!r} is what Flax calls state, which must not be trained: give it as model_state=... to"
                 " init of a Trainer(has_state=True); jaxddp.flax.from_nnx and from_linen take both apart"

@@ -164,8 +164,26 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, trainer, pa
     with Checkpoints(tmp_path) as checkpoints:
         check_restored(checkpoints, trainer, 2)
         for step in (1, 2):
-            (tmp_path / str(step) / "about.json").write_text("")
+            (tmp_path / str(step) / "about.json").unlink()
         assert refusal(check_restored, checkpoints, trainer, 2).startswith("checkpoint of step 2 in ")
+
+
+def test_what_is_damaged_again_is_put_aside_and_costs_no_sound_checkpoint(tmp_path, trainer):
+    save(tmp_path, trainer, 1)
+    for _ in range(2):
+        save(tmp_path, trainer, 2)
+        (tmp_path / "2" / "about.json").unlink()
+        with Checkpoints(tmp_path, keep=2, warn=lambda line: None) as checkpoints:
+            check_restored(checkpoints, trainer, 1)
+            checkpoints.save(trainer, state_of(trainer, 2))
+        (tmp_path / "2" / "state.npz").write_text("")
+        with Checkpoints(tmp_path, keep=2, warn=lambda line: None) as checkpoints:
+            check_restored(checkpoints, trainer, 1)
+            checkpoints.save(trainer, state_of(trainer, 3))
+            assert checkpoints.steps() == [1, 2, 3]
+        shutil.rmtree(tmp_path / "2")
+        shutil.rmtree(tmp_path / "3")
+    assert names_in(tmp_path) == ["1", "2.damaged", "2.damaged1"]
 
 
 def damage(checkpoint, rng):

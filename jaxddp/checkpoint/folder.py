@@ -13,7 +13,9 @@ Both packages use this file; no framework is imported.
 """
 
 import abc
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -47,17 +49,17 @@ class CheckpointFolder(abc.ABC):
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        """Opens a folder, and creates it if needed.
+        """Names a folder.
 
         Args:
-            directory: The folder, which process 0 of a job sees. What else it holds is left alone.
+            directory: The folder, which process 0 of a job sees and makes. What else it holds is left alone.
             keep: Checkpoints to keep; older ones are removed once a newer one is complete.
             warn: Gets a line about each damaged checkpoint for which an older one is taken.
         """
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._where = f"in {str(self.directory)!r}"
+        self._damaged: set[int] = set()
         self._writer: Any = None  # the locked file
 
     def __enter__(self) -> Self:
@@ -78,7 +80,8 @@ class CheckpointFolder(abc.ABC):
 
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
-        names = {path.parent.name for path in self.directory.glob("*/about.json")}
+        paths = [path for pattern in ("about.json", "state*") for path in self.directory.glob(f"*/{pattern}")]
+        names = {path.parent.name for path in paths}
         return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest_step(self) -> int | None:
@@ -127,9 +130,10 @@ class CheckpointFolder(abc.ABC):
         end_step()  # what it does may take long, and waits for nobody
         try:
             found = function()
-        except Exception as error:
-            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), "RuntimeError")
-            self._from_first(json.dumps({"raised": (kind, str(error))}))
+        except BaseException as error:  # an interruption too: the others wait for an answer
+            kind = next((name for name, kind in _RAISED.items() if isinstance(error, kind)), "")
+            raised = (kind, str(error)) if kind else ("RuntimeError", f"process 0 raised {error!r}")
+            self._from_first(json.dumps({"raised": raised}))
             raise
         self._from_first(json.dumps({"found": found}))
         return found
@@ -138,13 +142,14 @@ class CheckpointFolder(abc.ABC):
         """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
         if self._writer is not None:
             return
+        self.directory.mkdir(parents=True, exist_ok=True)
         file = open(self.directory / ".writer", "a+b", buffering=0)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
         except BlockingIOError:
             with file:
                 file.seek(0)
-                holding = file.read().decode()
+                holding = file.read().decode() or "another process"
             said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
             raise ValueError(f"{said}: let that finish, or save into another folder") from None
         except OSError:  # a file system without locks
@@ -158,13 +163,11 @@ class CheckpointFolder(abc.ABC):
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
         self._lock()
-        for later in [one for one in self.steps() if one >= step]:
-            try:
-                self._about_sound(later)
-            except DamagedError:
-                self._path(later).rename(self.directory / f"{later}.damaged")
-                continue
-            said = f"step (={step}) must be above {self.steps()[-1]}, that of the newest checkpoint {self._where}"
+        for damaged in [self._path(one) for one in self.steps() if one >= step and one in self._damaged]:
+            names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
+            damaged.rename(next(name for name in names if not os.path.lexists(name)))
+        if step <= (newest := max(self.steps(), default=-1)):
+            said = f"step (={step}) must be above {newest}, that of the newest checkpoint {self._where}"
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -187,24 +190,32 @@ class CheckpointFolder(abc.ABC):
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self.steps()[: -self._keep]:
-            if _read_about(self._path(old)) is not None:  # this program wrote it
-                removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
-                shutil.rmtree(removed, ignore_errors=True)
+        for old in self._ours()[: -self._keep]:
+            removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def _ours(self) -> list[int]:
+        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
+        ours = []
+        for step in self.steps():
+            with contextlib.suppress(OSError):
+                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
+        return ours
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
-        damaged: list[DamagedError] = []
+        damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()) if step is None else [step]:
             try:
                 found = self._about_sound(one)
             except DamagedError as error:
-                damaged.append(error)
+                damaged[one] = error
                 continue
-            for passed_over in damaged:
-                self._warn(f"{passed_over}: took step {one}")
+            for newer in sorted(damaged.keys() - self._damaged):
+                self._warn(f"{damaged[newer]}: took step {one}")
+            self._damaged |= damaged.keys()
             return found
-        raise damaged[0] if damaged else ValueError(f"no checkpoint {self._where}")
+        raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
 
     def _about_sound(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint whose files are what was written."""

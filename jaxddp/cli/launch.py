@@ -181,7 +181,8 @@ def _end(processes: Sequence[Process]) -> None:
 
 def _send(processes: Sequence[Process], number: int) -> None:
     for process in processes:
-        process.send_signal(number)  # none to one that has ended
+        if process.returncode is None:  # send_signal would reap one that has just ended, and what it started be missed
+            os.kill(process.pid, number)
 
 
 def _kill_group(process: Process) -> None:

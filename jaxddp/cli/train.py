@@ -75,9 +75,14 @@ class TrainOptions:
         check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
         check_positive("stuck_s", self.stuck_s)
-        check_integer("seed", self.seed, 0)
+        if check_integer("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
+        if self.max_restarts and self.checkpoint is not None and not self.resume:
+            raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
+        if self.devices and self.processes and self.devices % self.processes:
+            raise ValueError(f"processes (={self.processes}) must divide devices (={self.devices})")
         if num_ranks := self.devices or self.processes:
             self.check_batch_size(num_ranks)
         if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
@@ -113,7 +118,9 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     """Trains, or starts the processes of a job that do; the launcher's exit status."""
     options = options_of(arguments)
-    if options.processes is not None and find_job() is None:  # the processes get the same command
+    if (job := find_job()) is not None and options.processes not in (None, job.num_processes):
+        raise ValueError(f"processes (={options.processes}) must be those of the job (={job.num_processes})")
+    if options.processes is not None and job is None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")

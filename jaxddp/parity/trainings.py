@@ -109,6 +109,8 @@ def check(
         results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
+    if not results:
+        raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
     return results
@@ -200,7 +202,8 @@ def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
     """What is compared after each step, by name."""
     trainer = task.trainer
     compute = partial_loss(trainer.loss_fn, trainer.has_aux, trainer.has_state)
-    clip = optax.clip_by_global_norm(trainer.max_grad_norm or np.inf)
+    max_norm = trainer.max_grad_norm
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
     optimizer = optax.with_extra_args_support(trainer.optimizer)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:

@@ -80,6 +80,9 @@ def test_nnx_state_is_refused_where_more_than_parameters_would_be_trained(kind):
     found = refusal(make(lambda params, batch: 0.0, "bucketed").init, state)
     assert "'x.y' is what Flax calls state" in found
     make(lambda params, batch: 0.0, "bucketed", trainable=lambda name: name != "x.y").init(state)
+    assert "'y' is what Flax" in refusal(
+        make(lambda params, batch: 0.0, "bucketed").init, {"y": kind({"m": jnp.ones(3)})}
+    )
     make(lambda params, batch: 0.0, "bucketed").init(nnx.State({"w": state["w"], "own": state["own"]}))
 
 

@@ -60,7 +60,7 @@ def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[
     placed: Any = by_rank.addressable_devices_indices_map((by_rank.num_devices,))
     num_local = len({indices[0].start for indices in placed.values()})  # a rank may have several devices
     is_job = not by_rank.is_fully_addressable
-    most = 0  # rows of a rank
+    most: dict[Any, int] = {}  # rows of a rank, by the shapes of an example
     iterator, end, last = _each(batches), object(), None
     while True:
         batch = next(iterator, end)
@@ -80,8 +80,9 @@ def _padded(batches: Any, by_rank: NamedSharding, watched: Watched) -> Iterator[
         if batch is end:
             batch = jax.tree.map(lambda leaf: np.empty((0, *leaf.shape[1:]), leaf.dtype), last)
         last = batch
-        most = max(int(rows.max()), most, 1)
-        is_real = np.arange(most * num_local) < num_rows
+        key = tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in jax.tree.leaves(batch))
+        most[key] = max(int(rows.max()), most.get(key, 1))
+        is_real = np.arange(most[key] * num_local) < num_rows
         yield jax.tree.map(functools.partial(_pad, is_real.size), batch), is_real
 
 

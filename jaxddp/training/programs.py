@@ -174,7 +174,8 @@ class Programs:
 
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
-        return self._compiled(("step", signature(state, batch)), partial(self.step_function, state, batch))
+        check_batch(batch, self.layout.ranks.num_ranks, self.run.num_microbatches)
+        return self._compiled(("step", signature(state, abstract(batch))), partial(self.step_function, state, batch))
 
     def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
         """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""

@@ -352,7 +352,9 @@ class Trainer:
         found = [one.ema for one in states if isinstance(one, EmaState)]
         if len(found) != 1:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
-        (ema,) = found
+        ema = found[0]
+        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(split(state.params, self.trainable)[0])):
+            raise ValueError("params_ema must average all parameters that are trained, and averages some of them")
         if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
@@ -449,6 +451,12 @@ class Trainer:
                 "state must be one that this trainer has made, by init or abstract_state: this one is of another"
                 " strategy, mesh, optimizer, trainable, compute_dtype, has_state or model"
             )
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(jax.tree.broadcast(model.shardings, state)), strict=True)
+        moved = [getattr(leaf, "committed", False) and not leaf.sharding.is_equivalent_to(ours, leaf.ndim)
+                 for leaf, ours in pairs]  # fmt: skip
+        if any(moved):
+            name = [*named_leaves(state)][moved.index(True)]
+            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is another's, or was moved")
         return model
 
     def _describe(self, params: Any) -> Programs:
@@ -483,20 +491,22 @@ class Trainer:
     def _agree(self, model: Programs, batch: Any, state: TrainState | None = None) -> Any:
         """Places a batch; refuses processes whose batches differ or, to train, their plans."""
         held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
-        batch = self._place(model, batch)
         key = model, signature(held), state is None
-        if key not in self._agreed:
+        is_new = key not in self._agreed
+        if is_new:  # before anything that only one of them may raise
             # With another number of examples in each process, the mean over ranks would be one of unlike means.
-            alike = {"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}
-            with contextlib.suppress(ValueError):  # raised again once all processes have come
-                if state is not None:
-                    plan = model.plan(state, batch)
-                    alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
-                    alike["results and constant gradients"] = describe_results(model.trace(state, batch))
-            check_alike(alike, BATCH_S)
+            check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
             if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
                 self._compare_rows(held)
-            self._agreed.add(key)
+        batch = self._place(model, batch)
+        if is_new and state is not None:
+            alike = {}
+            with contextlib.suppress(ValueError):  # raised again once all processes have come
+                plan = model.plan(state, batch)
+                alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
+                alike["results and constant gradients"] = describe_results(model.trace(state, batch))
+            check_alike(alike, BATCH_S)
+        self._agreed.add(key)
         return batch
 
     def _compare_rows(self, batch: Any) -> None:

@@ -62,7 +62,7 @@ def run(kind):
     if kind == "early" and not process_id:
         raise LookupError("early")
     rows = 4 + 4 * process_id if kind == "rows" else 4
-    state, metrics = trainer.step(state, {"x": np.ones((rows, 3), "f4")})
+    state, metrics = trainer.step(state, {"x": np.ones((rows, 3 + process_id if kind == "features" else 3), "f4")})
     if kind == "position":
         with tempfile.TemporaryDirectory() as folder:
             jaxddp.Checkpoints(folder).save(trainer, state, data_position=process_id)
@@ -96,6 +96,7 @@ REFUSED = {
     "name": "parameter 'v' (='[3, 2] float32' in process 1) must be 'absent', as in process 0",
     "shape": "parameter 'w' (='[3, 3] float32' in process 1) must be '[3, 2] float32', as in process 0",
     "rate": r"optimizer (='checksum \w+' in process 1) must be 'checksum \w+', as in process 0",
+    "features": "batch (='x [4, 4] float32' in process 1) must be 'x [4, 3] float32', as in process 0",
     "rows": "batch (='x [8, 3] float32' in process 1) must be 'x [4, 3] float32', as in process 0",
     **dict.fromkeys(
         ("constant", "weighted", "second"),

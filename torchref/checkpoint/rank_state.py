@@ -89,8 +89,9 @@ class RankState(NamedTuple):
         for name, (one, cut) in self.held().items():
             if cut is not None:
                 one = gather_whole(one, cut)  # noqa: PLW2901
-            if rank() == 0:  # copied, or all of a storage would be written
-                whole[name] = one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one
+            if rank() == 0:  # copied, or all of a storage would be written, and plain, or it would not be read
+                is_tensor = isinstance(one, torch.Tensor)
+                whole[name] = one.detach().cpu().clone().as_subclass(torch.Tensor) if is_tensor else one
         return whole
 
     @property
