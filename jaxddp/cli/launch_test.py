@@ -49,6 +49,9 @@ if how == "stopped":
     sys.exit(5)
 if how == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "parent":
+    subprocess.Popen(["sleep", "60"])
+    how = "signal"
 if how == "ignore":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     how = "signal"
@@ -121,21 +124,35 @@ def test_a_signal_reaches_every_process_and_kills_it_if_it_ignores_its_end(
     assert len(list(tmp_path.glob("saved-*"))) == num_saved
 
 
-@pytest.mark.parametrize("how", ["signal", "ignore"])
+def children_of(pid):
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+INTERRUPTED, KILLED = (signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")
+
+
 @pytest.mark.parametrize(
-    ("number", "status", "line"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")]
+    ("how", "number", "status", "line"),
+    [
+        ("signal", *INTERRUPTED),
+        ("ignore", *INTERRUPTED),
+        ("parent", *INTERRUPTED),
+        ("signal", *KILLED),
+        ("ignore", *KILLED),
+    ],
 )
 def test_the_ranks_end_with_the_launcher(start, tmp_path, how, number, status, line):
     command = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", tmp_path / "script.py", how, tmp_path]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
-        children = Path(f"/proc/{process.pid}/task").glob("*/children")
-        ranks = [int(pid) for path in children for pid in path.read_text().split()]
+        ranks = children_of(process.pid)
+        started = [child for rank in ranks for child in children_of(rank)]
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=50)
     assert process.returncode == status and len(ranks) == 2 and said.endswith(line)
-    wait_for(lambda: not any(map(is_alive, ranks)), 10)
+    assert len(started) == 2 * (how == "parent")
+    wait_for(lambda: not any(map(is_alive, ranks + started)), 10)
 
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
