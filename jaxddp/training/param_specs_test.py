@@ -239,7 +239,7 @@ def test_bad_input():
         return jaxddp.Trainer(loss_fn, optax.sgd(0.1), strategy, grid(2, 2), **options)
 
     assert "mesh axes (=('data', 'model')) must be one, or 'replica' and another" in refusal(make)
-    assert "param_specs must be given if the mesh has other axes than data" in refusal(make, axis="data")
+    assert "param_specs must be given if, and only if, the mesh has axes beside data" in refusal(make, axis="data")
     assert "axis (='dat') must be of the mesh" in refusal(make, axis="dat", param_specs=SPECS)
     leaves = make(jaxddp.zero1(shard="leaves"), param_specs=SPECS)
     assert "shard (='leaves') must be 'elements' with param_specs" in refusal(leaves.init, model())
