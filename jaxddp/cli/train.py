@@ -228,9 +228,9 @@ def take_steps(
 def _keep_aside(checkpoints: Any, path: str, training: Any, position: Any, say: Callable[[str], None]) -> None:
     """Saves a state where ``--resume`` does not find it, once."""
     with checkpoints(path) as aside:
-        if aside.latest_step() is None:
+        if is_new := aside.latest_step() is None:
             training.save(aside, position)
-    say(f"the state before is kept in {path}")
+    say(f"the state before is kept in {path}" if is_new else f"{path} keeps that of an earlier run")
 
 
 def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: Any, say: Callable[[str], None]) -> int:

@@ -375,7 +375,8 @@ class Trainer:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
         State and global batch are of arrays or ``jax.ShapeDtypeStruct``. On the mesh of a target it is what would run
-        there.
+        there. Raises a ValueError if the batch cannot be split over ranks and micro-batches, or a target's compiler is
+        missing or refuses.
         """
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
@@ -389,8 +390,8 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
-        ``programs(state).planned_groups(state, batch)`` adds the devices that take part; ``planned_sync(state)`` there
-        lists those by which ranks agree on the model state.
+        Those of metrics are left out. ``programs(state).planned_groups(state, batch)`` adds the devices that take part;
+        ``planned_sync(state)`` there lists those by which ranks agree on the model state.
         """
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 

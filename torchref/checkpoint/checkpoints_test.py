@@ -21,7 +21,7 @@ NUM_STEPS, SAVED_AT = 6, 3
 
 
 class Model(nn.Module):
-    """Linears, one of them tied and one frozen; uneven sizes; a scalar; a buffer that training changes."""
+    """Linears, one of them tied and one frozen; uneven sizes; a scalar; nothing; a buffer that training changes."""
 
     def __init__(self, bias=True):
         super().__init__()
@@ -32,10 +32,11 @@ class Model(nn.Module):
         self.tied.weight = self.first.weight
         self.frozen = nn.Linear(7, 7, dtype=torch.float64).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
 
     def forward(self, x):
         hidden = self.norm(self.frozen(torch.tanh(self.first(x))))
-        return self.last(torch.tanh(hidden) * self.scale + self.tied(x))
+        return self.last(torch.tanh(hidden) * self.scale + self.tied(x)) + self.empty.sum()
 
 
 def trainer_of(strategy, seed=0, optimizer_cls=torch.optim.AdamW, model=Model, **options):
