@@ -6,6 +6,7 @@ import math
 import pkgutil
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -154,10 +155,15 @@ def training_of(spec: str) -> tuple[Any, ...]:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
     if not callable(make):
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
+    from ..training.train import Trainer
+
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5):
         raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")
-    return (*made, {})[:5]
+    *made, options = (*made, {})[:5]
+    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only} - {"model_state"}:
+        raise ValueError(f"trainer (={spec}) must give options of jaxddp.Trainer, or a model_state, not {min(unknown)}")
+    return (*made, options)
 
 
 def show(inspections: list[Any], model: str) -> None:

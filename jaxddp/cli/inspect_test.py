@@ -119,6 +119,9 @@ def make():
 
 def wrong():
     return 1, 2
+
+def unknown():
+    return *huge(), {"microbatches": 2}
 """
 
 
@@ -160,6 +163,8 @@ def test_a_training_that_is_none(own, capsys):
         "own_training:none": "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module",
         "own_training": "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make",
         "own_training:wrong": "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)",
+        "own_training:unknown": "trainer (=own_training:unknown) must give options of jaxddp.Trainer, or a model_state,"
+        " not microbatches",
         "own_training:huge": "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'",
     }.items():
         assert_refused(f"inspect --trainer {options}", message, capsys)

@@ -85,7 +85,7 @@ def launch(command: Sequence[str], num_processes: int, log_dir: str | None = Non
 
     With ``log_dir`` process 0 alone is shown. All are started again after one has failed, but not after a signal.
     """
-    check_integer("num_processes", num_processes)
+    check_integer("ranks", num_processes)
     check_integer("max_restarts", max_restarts, 0)
     for restart in range(max_restarts + 1):
         with noted_signals(is_in_job=False) as signals:

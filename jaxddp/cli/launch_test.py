@@ -142,7 +142,8 @@ INTERRUPTED, KILLED = (signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9
     ],
 )
 def test_the_ranks_end_with_the_launcher(start, tmp_path, how, number, status, line):
-    command = [sys.executable, "-m", "jaxddp", "launch", "--ranks=2", tmp_path / "script.py", how, tmp_path]
+    quick = "import sys; from jaxddp import __main__ as jaxddp; jaxddp.launch._GRACE_S = 0.5; sys.exit(jaxddp.main())"
+    command = [sys.executable, "-c", quick, "launch", "--ranks=2", tmp_path / "script.py", how, tmp_path]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list(tmp_path.glob("0-*"))) == 2)
@@ -172,7 +173,7 @@ def test_a_job_of_one_process_can_start_one_of_several_whose_failure_ends_all(st
 def test_bad_input(monkeypatch, capsys):
     for options, line in {
         "": "the following arguments are required: --ranks",
-        "--ranks=0": "num_processes (=0) must be a positive integer",
+        "--ranks=0": "ranks (=0) must be a positive integer",
         "--ranks=2 --stuck-s=0": "stuck_s (=0.0) must be a positive finite number",
     }.items():
         assert_refused(f"launch {options} script.py", line, capsys)

@@ -22,7 +22,7 @@ from ..training.validation import abstract as shapes_of
 from . import targets
 from .memory import held_bytes, step_memory
 from .schedule import Schedule, read_schedule
-from .simulate import Bound, Simulation, lower_bound, product_dtype, simulate
+from .simulate import Bound, Simulation, lower_bound, multiplied_in, simulate
 
 AUTO = "auto"
 _COMPUTE_TOLERANCE = 0.02  # excess over the step without communication above which a note is added
@@ -49,7 +49,7 @@ class Inspection:
         self.as_planned = None if self.strategy == AUTO else is_same
         flops: Counter[str] = Counter()  # of products, by the dtype in which the chip multiplies
         for kind, each in self.schedule.work().matmul_flops.items():
-            dtype, count = product_dtype(kind, self.target.chip)
+            dtype, count = multiplied_in(kind, self.target.chip)
             flops[dtype if count == 1 else f"{count} x {dtype}"] += each  # type: ignore[assignment]
         products = " and ".join(dtype for dtype, _ in flops.most_common()) or "no products"
         self.title = f"{self.target.spec}, in {products}, simulated; {network_in_words(self.target, self.network)}"

@@ -20,11 +20,6 @@ class DeviceBytes(NamedTuple):
     padding: int = 0  # what the compiler's layout adds to arguments, such as a TPU's tiles
     temporaries: int = 0  # what lives within a step, as the compiler laid it out
 
-    @property
-    def state(self) -> int:
-        """Bytes that live across steps."""
-        return self.parameters + self.optimizer_state + self.others
-
 
 def held_bytes(layout: Layout) -> DeviceBytes:
     """Returns the bytes of parameters and optimizer state on a device; the other components are 0."""

@@ -63,7 +63,7 @@ def operation_seconds(operation: Operation, chip: Chip) -> float:
     return device_seconds(operation.work, chip) + operation.trips * inner_s
 
 
-def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
+def multiplied_in(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
     """The dtype in which a chip multiplies, and in how many products: float32 by default in TF32, or in bfloat16."""
     if kind.dtype == "f32":
         if kind.precision == "highest" and chip.platform == "gpu":
@@ -74,7 +74,7 @@ def product_dtype(kind: MatmulKind, chip: Chip) -> tuple[str, int]:
 
 def matmul_flops_per_s(kind: MatmulKind, chip: Chip) -> float:
     """FLOP/s of matrix products of one kind; unpublished dtypes count as the slowest published one."""
-    dtype, count = product_dtype(kind, chip)
+    dtype, count = multiplied_in(kind, chip)
     if kind.is_attention:
         return attention_rate(chip, dtype)
     return product_rate(chip, dtype, kind.shape) / count  # type: ignore[arg-type]
