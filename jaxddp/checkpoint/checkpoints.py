@@ -2,7 +2,8 @@
 
 A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
 name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
-It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing.
+It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing; wider moments stay
+as wide as they were saved, since an update may have made them so.
 
 The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
 is copied to the host; with one process no device holds more than its shards.
@@ -19,7 +20,7 @@ from ..training.agreement import check_alike, gather_texts
 from ..training.placement import from_first_process
 from ..training.train import Trainer, TrainState
 from ..training.validation import check_state, with_arrays
-from ..tree import is_key, like, named_leaves
+from ..tree import is_floating, is_key, like, named_leaves
 from .folder import CheckpointFolder, check_finite
 from .host_state import places_of, to_host, to_ranks
 
@@ -152,7 +153,12 @@ class Checkpoints(CheckpointFolder):
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
             old, new = there[0], here[0]
-            if old != new and ("key<" in old + new or not np.can_cast(jnp.dtype(old), jnp.dtype(new))):
+            is_moment = name.startswith("opt_state") and is_floating(old) and is_floating(new)
+            if (
+                old != new
+                and not is_moment
+                and ("key<" in old + new or not np.can_cast(jnp.dtype(old), jnp.dtype(new)))
+            ):
                 raise ValueError(f"{checkpoint} has {name} in {old}, of which {new} here would lose bits")
 
     @property

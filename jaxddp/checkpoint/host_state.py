@@ -5,6 +5,7 @@ on the host, in their place: restoring casts them again.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,12 +47,13 @@ def host_params(trainer: Trainer, state: TrainState) -> Any:
 
 
 def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarray]) -> TrainState:
-    """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``, with dtypes no narrower."""
+    """Inverts ``to_host``, for any trainer and a state of its ``abstract_state``; wider moments stay wider."""
     layout, places = trainer.layout(state), places_of(trainer, state)
     given: TrainState = like(places, dict(arrays))
     if layout.owners is not None:
         given = given._replace(opt_state=layout.owners.from_host(given.opt_state))
-    new = place(given, places._replace(opt_state=_inner(layout.opt_state)), trainer.mesh, trainer.ranks.axis)
+    opt_places = jax.tree.map(_as_saved, _inner(layout.opt_state), given.opt_state)
+    new = place(given, places._replace(opt_state=opt_places), trainer.mesh, trainer.ranks.axis)
     if not isinstance(layout.opt_state, Masters):
         return new
     return trainer.with_masters(new._replace(opt_state=Masters((), new.opt_state), params=state.params), new.params)
@@ -59,6 +61,10 @@ def to_ranks(trainer: Trainer, state: TrainState, arrays: Mapping[str, np.ndarra
 
 def _inner(opt_state: Any) -> Any:
     return opt_state.inner if isinstance(opt_state, Masters) else opt_state
+
+
+def _as_saved(leaf: Leaf, array: np.ndarray) -> Leaf:
+    return leaf if is_key(leaf) or np.can_cast(array.dtype, leaf.dtype) else replace(leaf, dtype=array.dtype)
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:
