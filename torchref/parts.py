@@ -2,6 +2,7 @@
 
 PartialGradient   a gradient of one rank alone, or of a shard: its norm would be another, or a rank skip a step alone
 SpentGradient     stands for a gradient that is reduced into shards: torch's clipping would find none and clip nothing
+HeldShard         what an optimizer updates of a parameter that is whole in the module: others must not change it
 Shard             a parameter of which this rank holds a part: it answers as the whole would, or refuses
 
 Of a shard, what is the same on a part is allowed: shapes and the like, and changes element by element, as an optimizer,
@@ -35,7 +36,21 @@ _ELEMENTWISE = set(
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class PartialGradient(torch.Tensor):
+class CountsChanges:
+    """A tensor whose counter of changes, its version, counts those of its ``data`` as well."""
+
+    detach: Any
+
+    @property
+    def data(self) -> torch.Tensor:  # noqa: D102
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.detach().copy_(values)
+
+
+class PartialGradient(CountsChanges, torch.Tensor):
     """A gradient of one rank alone or of a shard, or what was made of one; what sums one up, as a norm, is refused."""
 
     @classmethod
@@ -73,18 +88,24 @@ class SpentGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__repr__:
             return "SpentGradient()"
-        if getattr(func, "__name__", "") not in _LOOKS:
+        is_look = getattr(func, "__name__", "") in _LOOKS
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {})) if is_look else None
+        if not is_look or isinstance(found, torch.Tensor):  # its data and its transpose would be zeros
             raise RuntimeError(
                 "this gradient is reduced into the ranks' shards: call finish_gradient_synchronization after the"
                 " backward, then call clip_grad_norm_ or grad_norm of the wrapper in place of torch's, or zero_grad()"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return found
 
 
 def spent_gradient(parameter: torch.Tensor) -> SpentGradient:
     """A stand-in for the gradient of a parameter: of its shape, in the memory of one element."""
     return torch.Tensor._make_subclass(SpentGradient, parameter.detach().new_zeros(()).expand(parameter.shape))
+
+
+class HeldShard(CountsChanges, nn.Parameter):
+    """A rank's shard of a parameter whose weights are the module's, between steps."""
 
 
 class Shard(torch.Tensor):

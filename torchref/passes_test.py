@@ -89,7 +89,7 @@ class Fails(torch.autograd.Function):
 def drop_passes(name):
     """A pass that is dropped, partly sent or failed leaves nothing, whoever clears the gradients."""
     for event in ("dropped", "dropped partly", "failed", "failed late"):
-        for clears in ("net", "optimizer"):
+        for clears in ("net", "optimizer", "that of shards"):
             net, tx, x = wrapped(name)
             if event == "dropped":  # such as that of a generator, through its critic
                 loss(net, x + 5).backward()
@@ -102,7 +102,7 @@ def drop_passes(name):
             else:
                 with pytest.raises(ZeroDivisionError):
                     loss(net, Fails.apply((x + 5).requires_grad_())).backward()
-            (net if clears == "net" else tx).zero_grad()
+            {"net": net, "optimizer": tx}.get(clears, getattr(net, "optimizer", tx)).zero_grad()
             finished_pass(net, x)
             tx.step()
             check_weights(net, expected(0))
@@ -189,7 +189,7 @@ def passes_beside(name):
         check_weights(net, expected(0, 1))
     assert name != "flat" or net._is_finished
 
-    for change in ("in place", "replaced", "cleared"):
+    for change in ("in place", "in its data", "data replaced", "replaced", "cleared"):
         net, tx, x = wrapped(name)
         loss(net, x).backward()
 
@@ -197,6 +197,10 @@ def passes_beside(name):
             for parameter in list(net.parameters())[:2]:
                 if change == "in place":
                     parameter.grad.mul_(0)
+                elif change == "in its data":
+                    parameter.grad.data.clamp_(0, 0)
+                elif change == "data replaced":
+                    parameter.grad.data = torch.zeros_like(parameter)
                 else:
                     parameter.grad = parameter.grad * 0 if change == "replaced" else None
             net.finish_gradient_synchronization()
@@ -232,6 +236,8 @@ def clip(name):
     finished_pass(net, x)
     if name.startswith("zero"):
         assert refused(lambda: nn.utils.clip_grad_norm_(list(net.parameters()), MAX_NORM), way)
+        if name != "zero3":
+            assert all(refused(lambda of=of: getattr(net.module[0].weight.grad, of), way) for of in ("data", "T"))
         net.clip_grad_norm_(MAX_NORM)
     else:
         nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
@@ -331,6 +337,15 @@ def refuse_what_would_be_lost(name):
     assert bool(refused(lambda: wrap(name, tied), "params must not share memory")) == name.startswith("zero")
     loss(begun, rows(0)).backward()
     assert bool(refused(lambda: wrap(name, begun), "zero_grad() before wrapping")) == (name == "zero3")
+    changes = (lambda one: one.mul_(2), lambda one: one.data.mul_(2), lambda one: one.requires_grad_(False))
+    for change in changes if name in ("zero1", "zero2") else ():
+        net, _, x = wrapped(name)
+        finished_pass(net, x)
+        net.step()
+        with torch.no_grad():
+            change(net.optimizer.param_groups[0]["params"][0])
+        net.zero_grad()
+        assert refused(lambda net=net, x=x: finished_pass(net, x), "change the module's parameters")
     if name == "zero3":
         tx = torch.optim.SGD(begun.parameters(), lr=0.1, momentum=0.9)
         tx.step()

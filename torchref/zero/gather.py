@@ -27,7 +27,7 @@ from jaxddp.communication.buckets import BucketPlan, plan_buckets
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.reduction import check_dense, tensor_spec
 from ..communication.sharding import Cut, pack_row, pack_rows, unpack_row, unpack_rows
-from ..parts import Shard
+from ..parts import CountsChanges, Shard
 
 
 class Unit:
@@ -194,15 +194,11 @@ class Gather(torch.autograd.Function):
         return (None,) * (1 + len(grads))
 
 
-class _Copy(torch.Tensor):
-    """A full tensor that lives for a forward; what changes its ``data`` is noticed, as of any other alias."""
+class _Copy(CountsChanges, torch.Tensor):
+    """A full tensor that lives for a forward."""
 
     # Results are plain tensors, as those of parameters.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self.detach()
 
 
 def _packer(unit: Unit, full: tuple[torch.Tensor, ...]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:

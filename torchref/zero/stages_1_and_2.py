@@ -24,7 +24,7 @@ from jaxddp.communication.buckets import Bucket, BucketMb, BucketPlan, TensorSpe
 from ..agreement import check_alike
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.sharding import Cut, ShardSums, num_bytes, pack_row, pack_rows, unpack_row, unpack_rows
-from ..parts import SpentGradient, mark_gradients, spent_gradient
+from ..parts import HeldShard, SpentGradient, mark_gradients, spent_gradient
 from ..strategy import OPTIONS, DataParallel, before_step, register, weakly
 from .optimizers import Params, as_groups, check_elementwise, describe_optimizer, mark_state_dicts
 
@@ -71,7 +71,9 @@ class ZeRO1(DataParallel):
         super().__init__(module, **{name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()})
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: Cut(tuple(parameter.shape), self.num_ranks) for name, parameter in self._trained.items()}
-        self._shards = {name: nn.Parameter(self._local_shard(name)) for name in self._trained}
+        # Of an empty tensor first: a view of the module's parameter would share its counter of changes.
+        self._shards = {name: nn.Parameter(one.detach().new_empty(0)) for name, one in self._trained.items()}
+        self._take_weights()
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
         names = {id(shard): name for name, shard in self._shards.items()}
         check_alike(describe_optimizer(self.optimizer, names), self.process_group)
@@ -79,8 +81,11 @@ class ZeRO1(DataParallel):
         mark_state_dicts(self.optimizer, self.process_group)
         self.optimizer.register_step_pre_hook(before_step(self._before_step))
         self.optimizer.register_step_post_hook(weakly(self._gather))
+        clear = weakly(self.zero_grad)  # that of the shards alone would leave the module's
+        self.optimizer.zero_grad = lambda set_to_none=True: clear()  # type: ignore[method-assign]
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums = ShardSums()
+        self._hold_shards()
 
     def make_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan:
         """Buckets up to the cap, in which the updated parameters are gathered as well."""
@@ -127,6 +132,7 @@ class ZeRO1(DataParallel):
 
     def finish_reductions(self, denominator: Any) -> None:
         """The shards' gradients become their part of the means, added to what earlier synchronisations have left."""
+        self._check_shards()
         unplanned = self._trained.keys() - self._planned
         self._sums.add([(name, self._cuts[name].local_shard(self._grad(name), self._rank)) for name in unplanned])
         for name, mean in self._sums.means(denominator).items():
@@ -183,10 +189,10 @@ class ZeRO1(DataParallel):
 
     def _before_step(self, *_: Any) -> None:
         self._check_finished()
+        self._check_shards()
         self._drop_cleared()
         check_elementwise(self.optimizer, num_own_hooks=2)
-        for name, shard in self._shards.items():
-            shard.data = self._local_shard(name)  # other weights may have been loaded into the module
+        self._take_weights()
         mark_gradients(self._shards.values(), False)
 
     @torch.no_grad()
@@ -199,9 +205,28 @@ class ZeRO1(DataParallel):
             for name, shard in self._shards.items():
                 self._trained[name].copy_(self._cuts[name].from_rows(shard))
         mark_gradients(self._shards.values(), self.num_ranks > 1)
+        self._hold_shards()
 
-    def _local_shard(self, name: str) -> torch.Tensor:
-        return self._cuts[name].local_shard(self._trained[name].detach(), self._rank)
+    def _hold_shards(self) -> None:
+        """Notes the shards as the optimizer has left them."""
+        for shard in self._shards.values():
+            shard.__class__ = HeldShard
+        self._noted = {name: (shard._version, shard.requires_grad) for name, shard in self._shards.items()}
+
+    def _check_shards(self) -> None:
+        """Refuses what was changed in shards: before a step they become the module's parameters again."""
+        for name, shard in self._shards.items():
+            if isinstance(shard, HeldShard) and (shard._version, shard.requires_grad) != self._noted[name]:
+                raise RuntimeError(
+                    f"the shard of {name!r} in optimizer.param_groups was changed or frozen outside of the wrapper's"
+                    " step, which would be lost: change the module's parameters, and wrap it again to freeze some"
+                )
+
+    def _take_weights(self) -> None:
+        """Makes the shards those of the module's weights, into which others may have been loaded."""
+        for name, shard in self._shards.items():
+            shard.__class__ = nn.Parameter
+            shard.data = self._cuts[name].local_shard(self._trained[name].detach(), self._rank)
 
     def _shard_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups with this rank's shards in place of the parameters."""
