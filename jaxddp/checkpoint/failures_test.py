@@ -57,7 +57,7 @@ def names_in(folder):
 
 
 def test_the_last_ones_are_kept_and_only_what_this_program_wrote_is_removed(tmp_path, trainer):
-    for name in ("1", "2", "3/state", "007", "notes", "x.partial"):
+    for name in ("1", "2", "3/state", "007", "notes", "x.partial", "2024-scans.partial", "3d.removed"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "work.txt").write_text("mine")
     (tmp_path / "4").mkdir()
@@ -120,6 +120,17 @@ os._exit(0)
 """
 
 
+FORBIDDEN = """
+import sys, jaxddp
+for use in ("latest_step", "reserve"):
+    try:
+        getattr(jaxddp.Checkpoints(sys.argv[1]), use)()
+    except PermissionError:
+        continue
+    raise AssertionError(use)
+"""
+
+
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
     command = [sys.executable, "-W", "ignore", "-c", RESERVES, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -130,7 +141,38 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
             other.kill()
             other.wait(60)
             checkpoints.save(trainer, state_of(trainer, 5))
+            with Checkpoints(tmp_path / ".") as second:  # of this process, whose end leaves the lock to the first
+                second.reserve()
+            refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+            assert f"is being written to by process {os.getpid()} on " in refused.stderr
     assert names_in(tmp_path) == ["5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "reserved\n"
+        other.kill()
+
+
+def test_a_position_comes_back_as_json_has_it(tmp_path, trainer):
+    """Whose keys are strings: integers sort in another order than these."""
+    workers = {number: [number, True, None] for number in range(12)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state_of(trainer, 1), data_position=workers)
+        _, position = checkpoints.restore(trainer, params_of(1))
+    assert position == {str(number): entry for number, entry in workers.items()}
+
+
+def test_a_folder_that_may_not_be_read_or_written_is_named(tmp_path, trainer):
+    save(tmp_path, trainer, 1)
+    rights = "-dac_override,-dac_read_search"  # which let root read and write everything
+    as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.getuid() == 0 else []
+    if as_others and not shutil.which("setpriv"):
+        pytest.skip("root may read and write everything, and setpriv is not installed")
+    tmp_path.chmod(0o555)
+    (tmp_path / "1").chmod(0o000)
+    try:
+        subprocess.run([*as_others, sys.executable, "-W", "ignore", "-c", FORBIDDEN, str(tmp_path)], check=True)
+    finally:
+        tmp_path.chmod(0o755)
+        (tmp_path / "1").chmod(0o755)
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, trainer):

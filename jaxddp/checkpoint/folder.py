@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -60,7 +61,7 @@ class CheckpointFolder(abc.ABC):
         self.directory = Path(directory).absolute()
         self._where = f"in {str(self.directory)!r}"
         self._damaged: set[int] = set()
-        self._writer: Any = None  # the locked file
+        self._lock: _Lock | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,19 +71,21 @@ class CheckpointFolder(abc.ABC):
 
     def reserve(self) -> None:
         """Locks the folder until ``close``, as ``save`` does; raises a ValueError if another job has. All call it."""
-        self._together(self._lock)
+        self._together(self._take_lock)
 
     def close(self) -> None:
         """Lets other jobs save into the folder; needs no other process."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._lock = None
 
     def steps(self) -> list[int]:
-        """Lists the steps of the checkpoints that this process sees, damaged or not, oldest first."""
-        paths = [path for pattern in ("about.json", "state*") for path in self.directory.glob(f"*/{pattern}")]
-        names = {path.parent.name for path in paths}
-        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+        """Lists the steps of the checkpoints, damaged or not, oldest first; an OSError if one may not be read."""
+        found = []
+        for path in self.directory.glob("*"):
+            if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir():
+                with contextlib.suppress(FileNotFoundError):  # another job has just removed it
+                    if any(name == "about.json" or name.startswith("state") for name in os.listdir(path)):
+                        found.append(int(path.name))
+        return sorted(found)
 
     def latest_step(self) -> int | None:
         """Gives the step of the newest checkpoint that process 0 sees; None if there is none. All processes call it."""
@@ -138,31 +141,19 @@ class CheckpointFolder(abc.ABC):
         self._from_first(json.dumps({"found": found}))
         return found
 
-    def _lock(self) -> None:
-        """Locks the folder; the system drops the lock of a process that ends. A file system without locks has none."""
-        if self._writer is not None:
+    def _take_lock(self) -> None:
+        if self._lock is not None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = open(self.directory / ".writer", "a+b", buffering=0)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
-        except BlockingIOError:
-            with file:
-                file.seek(0)
-                holding = file.read().decode() or "another process"
-            said = f"directory (={str(self.directory)!r}) is being written to by {holding}"
-            raise ValueError(f"{said}: let that finish, or save into another folder") from None
-        except OSError:  # a file system without locks
-            pass
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._writer = file
-        for left in [*self.directory.glob("[0-9]*.partial"), *self.directory.glob("[0-9]*.removed")]:
-            shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+        path = self.directory.resolve()
+        self._lock = _locks.get(path) or _locks.setdefault(path, _Lock(path))
+        for left in [*self.directory.glob("*.partial"), *self.directory.glob("*.removed")]:
+            if left.stem.isdecimal():
+                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
 
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
-        self._lock()
+        self._take_lock()
         for damaged in [self._path(one) for one in self.steps() if one >= step and one in self._damaged]:
             names = (f"{damaged}.damaged{number or ''}" for number in itertools.count())
             damaged.rename(next(name for name in names if not os.path.lexists(name)))
@@ -181,12 +172,17 @@ class CheckpointFolder(abc.ABC):
             partial.mkdir()
             write(partial)
             head = {"format": self.format, "package": self.package, "saved_at": saved_at}
-            about = head | about | {"files": {file.name: _on_disk(file) for file in sorted(partial.iterdir())}}
+            files = {file.name: _on_disk(file) for file in sorted(partial.iterdir())}
+            about = json.loads(json.dumps(head | about | {"files": files}))  # as it is read: keys are strings
             (partial / "about.json").write_text(json.dumps({"about": about, "crc32": _checksum(about)}))
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            errors = error, error.__context__  # torch raises one of its own while the system's is handled
+            reason = (
+                next((one.strerror for one in errors if isinstance(one, OSError)), None)
+                or str(error).partition("\n")[0]
+            )
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -234,6 +230,34 @@ class CheckpointFolder(abc.ABC):
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
+
+
+class _Lock:
+    """A folder's lock, until nothing of this process refers to it; the system drops that of a process that ends.
+
+    A file system without locks has none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        file = open(folder / ".writer", "a+b", buffering=0)
+        weakref.finalize(self, file.close)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
+        except BlockingIOError:
+            file.seek(0)
+            holding = file.read().decode() or "another process"
+            said = f"directory (={str(folder)!r}) is being written to by {holding}"
+            raise ValueError(f"{said}: let that finish, or save into another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
+            raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+# By folder, shared by all that save there: closing a file drops all locks that the process has on it.
+_locks: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()
 
 
 def check_finite(step: int, name: str, array: np.ndarray) -> None:

@@ -118,9 +118,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     """Trains, or starts the processes of a job that do; the launcher's exit status."""
     options = options_of(arguments)
-    if (job := find_job()) is not None and options.processes not in (None, job.num_processes):
-        raise ValueError(f"processes (={options.processes}) must be those of the job (={job.num_processes})")
-    if options.processes is not None and job is None:  # the processes get the same command
+    num_processes = job.num_processes if (job := find_job()) else 1  # one, as in a shell of SLURM, is none
+    if num_processes > 1 and options.processes not in (None, num_processes):
+        raise ValueError(f"processes (={options.processes}) must be those of the job (={num_processes})")
+    if num_processes == 1 and options.processes is not None:  # the processes get the same command
         return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")

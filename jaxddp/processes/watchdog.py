@@ -8,11 +8,11 @@ error or while others are further, ``GRACE_S`` after it said so. One is stuck th
 further for ``stuck_s``, and all are if none ends a step, other than the first.
 
 Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads; one that
-it names as failed ends with its own, after the others. Process 0 of torch stays for as long as others go on. If one was
-lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends when it begins
-another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The libraries do none of
-this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name nobody, and neither sees
-a process that is alive and stuck. No framework is imported.
+it names as failed ends with its own, after the others. Processes of JAX, and process 0 of torch, stay while others go
+on. If one was lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends
+when it begins another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The
+libraries do none of this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name
+nobody, and neither sees a process that is alive and stuck. No framework is imported.
 """
 
 import atexit
@@ -99,6 +99,7 @@ class _Watchdog:
         self._status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
         self._is_last = False  # of those that have not ended none is left
+        self._stays = False  # has ended, and waits for the others
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self._on_exit)
         os.register_at_fork(after_in_child=self._forget)
@@ -128,7 +129,7 @@ class _Watchdog:
             started = 0 if self._count_collectives is None else self._count_collectives()
             place = *self.begun, max(self._mine.place[2], started)
             self._mine.hear(place, waits, ended)
-            self._tell({"place": place, "waits": waits, "ended": ended})
+            self._tell({"place": place, "waits": waits, "ended": None if self._stays else ended})
             if ended is not None:
                 self._has_told.set()
             if self._fault is None and (fault := self._judge(now)):
@@ -251,12 +252,17 @@ class _Watchdog:
         self._excepthook(kind, error, trace)
 
     def _on_exit(self) -> None:
+        is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
+        self._stays = is_jax and self._number == 0  # the others, who know of this process alone, stay as well
         self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
-        if self._number or self._count_collectives is None:  # JAX's barrier waits, and the thread judges meanwhile
+        if self._number and not is_jax:
             return
         # Those whom it keeps waiting in a collective are let go on, to fail in it.
         while any(one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()):
             time.sleep(_BEAT_S)
+        if self._stays:
+            self._stays = False
+            self._say_end(self._ended or "")
 
     def _is_going_on(self, other: _Process) -> bool:
         """Whether another process may do without this one, which has ended, or is to be judged."""
