@@ -24,8 +24,9 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     Args:
         model: The model; one that was put into evaluation mode trains in it. It stays as it is;
             ``nnx.update(model, trainer.params(state), trainer.model_state(state))`` writes back what was trained.
-        loss: ``(model, batch)`` to what a trainer's loss gives. It may change the model's state, as BatchNorm does.
-            Every random stream of the model has a key of its own for each rank, step and micro-batch.
+        loss: ``(model, batch)`` to what a trainer's loss gives. It may change the model's state, as BatchNorm does;
+            what it writes into an ``nnx.Param`` is lost, as ``nnx.WeightNorm`` does. Every random stream of the model
+            has a key of its own for each rank, step and micro-batch.
         has_aux: As of the trainer.
 
     Returns:

@@ -153,12 +153,7 @@ class Checkpoints(CheckpointFolder):
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
             old, new = there[0], here[0]
-            is_moment = name.startswith("opt_state") and is_floating(old) and is_floating(new)
-            if (
-                old != new
-                and not is_moment
-                and ("key<" in old + new or not np.can_cast(jnp.dtype(old), jnp.dtype(new)))
-            ):
+            if old != new and _loses_bits(name, old, new, is_number=here[1:] == ((),)):
                 raise ValueError(f"{checkpoint} has {name} in {old}, of which {new} here would lose bits")
 
     @property
@@ -167,3 +162,15 @@ class Checkpoints(CheckpointFolder):
 
     def _from_first(self, text: str) -> str:
         return next(gather_texts(text, _ANSWER_S))
+
+
+def _loses_bits(name: str, old: str, new: str, is_number: bool) -> bool:
+    """Whether a leaf that was saved in a dtype cannot be restored where another one is asked for."""
+    if "key<" in old + new:
+        return True
+    if name.startswith("opt_state") and is_floating(new):
+        if is_floating(old):  # stays as wide, if JAX has that width
+            return jax.dtypes.canonicalize_dtype(old) != old
+        if is_number:  # a learning rate that was set to 1
+            return False
+    return not np.can_cast(jnp.dtype(old), jnp.dtype(new))

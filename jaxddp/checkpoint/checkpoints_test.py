@@ -350,3 +350,15 @@ def test_moments_that_an_update_makes_wider_come_back_as_wide(tmp_path):
     assert_same(dict_of(other, restored), dict_of(one, state))
     assert restored.opt_state.inner_state[0].mu["w"].dtype == np.float32
     other.step(restored, batch_of(0))
+
+
+def test_a_learning_rate_that_was_set_to_a_whole_number_comes_back(tmp_path):
+    trainer = make(jaxddp.zero1(), 2, optimizer=optax.inject_hyperparams(optax.adam)(0.01))
+    state = trainer.init(make_params())
+    state.opt_state.hyperparams["learning_rate"] = 1
+    state, _ = advance(trainer, state, 0, 1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(trainer, state)
+        restored, _ = checkpoints.restore(trainer, make_params())
+    assert restored.opt_state.hyperparams["learning_rate"] == 1
+    assert_near(trainer.params(restored), trainer.params(state))

@@ -19,7 +19,7 @@ from ..training.placement import place
 from ..training.step import TrainState
 from ..training.train import Trainer
 from ..training.validation import check_state
-from ..tree import is_key, like, named_leaves
+from ..tree import is_floating, is_key, like, named_leaves
 
 
 def places_of(trainer: Trainer, state: TrainState) -> TrainState:
@@ -64,7 +64,8 @@ def _inner(opt_state: Any) -> Any:
 
 
 def _as_saved(leaf: Leaf, array: np.ndarray) -> Leaf:
-    return leaf if is_key(leaf) or np.can_cast(array.dtype, leaf.dtype) else replace(leaf, dtype=array.dtype)
+    is_wider = not is_key(leaf) and is_floating(array.dtype) and not np.can_cast(array.dtype, leaf.dtype)
+    return replace(leaf, dtype=array.dtype) if is_wider else leaf
 
 
 def _to_host(leaf: Any, where: Leaf) -> np.ndarray:

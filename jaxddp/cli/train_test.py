@@ -1,3 +1,4 @@
+import importlib
 import os
 import re
 import signal
@@ -40,6 +41,21 @@ BAD_INPUT = {
     # 16 devices, where this process has started with 8.
     "train --devices 16": "num_ranks (=16) must be at most the number of devices (=8 cpu)",
 }
+
+
+def test_a_job_of_one_process_starts_others_as_no_job_does(monkeypatch):
+    """As a shell that salloc opens is one."""
+    monkeypatch.setattr("jaxddp.cli.train.launch", lambda command, count, **options: started.append(count))
+    monkeypatch.setattr("torchref.cli.train_program.launch", lambda command, count, **options: started.append(count))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    started = []
+    assert (
+        main(["train", "--processes=2"])
+        == importlib.import_module("torchref.__main__").main(["train", "--devices=2"])
+        == 0
+    )
+    assert started == [2, 2]
 
 
 @pytest.mark.parametrize("command", BAD_INPUT)

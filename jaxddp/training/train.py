@@ -125,8 +125,9 @@ class Trainer:
         check_kind("mesh", self.mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
         object.__setattr__(self, "num_microbatches", check_integer("num_microbatches", self.num_microbatches))
         for name in ("grad_dtype", "compute_dtype"):
-            if (dtype := getattr(self, name)) is not None and not is_floating(dtype):
-                raise ValueError(f"{name} (={dtype!r}) must be a floating dtype or None")
+            dtype = getattr(self, name)
+            if dtype is not None and not (is_floating(dtype) and jnp.dtype(dtype).itemsize > 1):
+                raise ValueError(f"{name} (={dtype!r}) must be a floating dtype of 16 bits or more, or None")
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={self.max_grad_norm!r}) must be positive or None")
         for name, options in (("nonfinite", NONFINITE), ("state_sync", STATE_SYNC)):
@@ -465,7 +466,7 @@ class Trainer:
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
         with no_mesh():  # what is traced here runs in the trainer's
             layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
-        dtype = None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        dtype = None if self.compute_dtype is None else jax.dtypes.canonicalize_dtype(self.compute_dtype)
         trained = jax.tree.leaves(split(leaves, self.trainable)[0])
         if dtype and not self.strategy.gathers_in_loss and any(leaf.dtype != dtype for leaf in trained):
             layout = with_masters(layout, dtype)

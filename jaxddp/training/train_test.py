@@ -279,6 +279,7 @@ def test_other_bad_input():
     assert "max_grad_norm (=-1)" in refusal(make, max_grad_norm=-1)
     assert "num_microbatches (=0)" in refusal(make, num_microbatches=0)
     assert "grad_dtype" in refusal(make, grad_dtype=jnp.int32)
+    assert "compute_dtype" in refusal(make, compute_dtype=jnp.float8_e5m2)
     assert "trainable must select at least one" in refusal(make(trainable=lambda name: False).init, linear_params())
     assert "nonfinite (='stop')" in refusal(make, nonfinite="stop")
     found = refusal(jaxddp.data_mesh, 9)

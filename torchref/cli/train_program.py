@@ -46,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int | None:
     options = command.options_of(arguments)
     if None not in (options.devices, options.processes) and options.devices != options.processes:
         raise ValueError(f"devices (={options.devices}) must be processes (={options.processes}): a rank is a process")
-    if find_job() is None:
-        num_ranks = options.devices or options.processes or len(visible_gpus()) or command.DEFAULT_SIMULATED_DEVICES
+    job, asked = find_job(), options.devices or options.processes
+    if job is None or (job.num_processes == 1 and (asked or 1) > 1):  # such as a shell of SLURM
+        num_ranks = asked or len(visible_gpus()) or command.DEFAULT_SIMULATED_DEVICES
         options.check_batch_size(num_ranks)  # here, or each rank would say it
         return launch(["-m", "torchref", *sys.argv[1:]], num_ranks, max_restarts=options.max_restarts)
     train(options, command.say_on_first())

@@ -29,7 +29,6 @@ def text(tmp_path):
 BAD_INPUT = {
     "train --strategy fast": f"unknown strategy 'fast': one of {', '.join(STRATEGIES)}",
     "train --model tiny": "argument --model: invalid choice: 'tiny' (choose from ",
-    "train --devices 2": "devices (=2) must be the job's processes (=1), a rank each",
     "train --devices 4 --processes 2": "devices (=4) must be processes (=2): a rank is a process",
     "train --weights /no/where": "[Errno 2] No such file or directory: '/no/where'",
     "train --compute-dtype bfloat16": "unrecognized arguments: --compute-dtype bfloat16",
