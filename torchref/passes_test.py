@@ -345,7 +345,7 @@ def refuse_what_would_be_lost(name):
         with torch.no_grad():
             change(net.optimizer.param_groups[0]["params"][0])
         net.zero_grad()
-        assert refused(lambda net=net, x=x: finished_pass(net, x), "change the module's parameters")
+        assert refused(lambda net=net, x=x: finished_pass(net, x), "and wrap it anew")
     if name == "zero3":
         tx = torch.optim.SGD(begun.parameters(), lr=0.1, momentum=0.9)
         tx.step()

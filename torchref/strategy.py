@@ -422,9 +422,9 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Makes a hook of a method: one that referenced its wrapper would keep model and buckets alive after both."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*args: Any) -> None:
+    def hook(*args: Any, **kwargs: Any) -> None:
         if (alive := reference()) is not None:
-            alive(*args)
+            alive(*args, **kwargs)
 
     return hook
 

@@ -2,8 +2,9 @@
 
 A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
 name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
-It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing; wider moments stay
-as wide as they were saved, since an update may have made them so.
+It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing. Moments stay as
+wide as they were saved, since an update may have made them so; owners of whole parameters take them in their own
+dtypes.
 
 The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
 is copied to the host; with one process no device holds more than its shards.

@@ -120,11 +120,27 @@ os._exit(0)
 """
 
 
-FORBIDDEN = """
-import sys, jaxddp
-for use in ("latest_step", "reserve"):
+FORKS = """
+import os, sys, jaxddp
+checkpoints = jaxddp.Checkpoints(sys.argv[1])
+checkpoints.reserve()
+if os.fork() == 0:
     try:
-        getattr(jaxddp.Checkpoints(sys.argv[1]), use)()
+        jaxddp.Checkpoints(sys.argv[1]).reserve()
+    except ValueError:
+        os._exit(7)
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+FORBIDDEN = """
+import os, sys, jaxddp
+folder = sys.argv[1]
+for use, of_folder, of_checkpoint in (
+    ("latest_step", 0o755, 0o000), ("reserve", 0o555, 0o755), ("latest_step", 0o300, 0o755)
+):
+    os.chmod(folder, 0o755), os.chmod(folder + "/1", of_checkpoint), os.chmod(folder, of_folder)
+    try:
+        getattr(jaxddp.Checkpoints(folder), use)()
     except PermissionError:
         continue
     raise AssertionError(use)
@@ -143,12 +159,31 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
             checkpoints.save(trainer, state_of(trainer, 5))
             with Checkpoints(tmp_path / ".") as second:  # of this process, whose end leaves the lock to the first
                 second.reserve()
-            refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-            assert f"is being written to by process {os.getpid()} on " in refused.stderr
+            check_locked(command)
     assert names_in(tmp_path) == ["5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "reserved\n"
-        other.kill()
+        with Checkpoints(tmp_path) as checkpoints:
+            try:
+                checkpoints.reserve()
+            except ValueError as error:
+                kept = error  # as a notebook keeps the last one
+            other.kill()
+            other.wait(60)
+            checkpoints.reserve()
+            del kept
+            check_locked(command)
+    with Checkpoints(tmp_path) as checkpoints, Checkpoints(tmp_path) as second:
+        checkpoints.reserve()
+        shutil.rmtree(tmp_path)
+        second.reserve()  # of the folder that is made anew
+        check_locked(command)
+    assert subprocess.run([*command[:-2], FORKS, str(tmp_path)], check=False).returncode == 7
+
+
+def check_locked(command):
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert f"is being written to by process {os.getpid()} on " in refused.stderr
 
 
 def test_a_position_comes_back_as_json_has_it(tmp_path, trainer):
@@ -166,8 +201,6 @@ def test_a_folder_that_may_not_be_read_or_written_is_named(tmp_path, trainer):
     as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.getuid() == 0 else []
     if as_others and not shutil.which("setpriv"):
         pytest.skip("root may read and write everything, and setpriv is not installed")
-    tmp_path.chmod(0o555)
-    (tmp_path / "1").chmod(0o000)
     try:
         subprocess.run([*as_others, sys.executable, "-W", "ignore", "-c", FORBIDDEN, str(tmp_path)], check=True)
     finally:

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import warnings
 import weakref
 import zlib
@@ -34,6 +35,7 @@ from ..arguments import check_integer
 from ..processes.watchdog import begin_step, end_step
 
 T = TypeVar("T")
+_WRITER = ".writer"  # the file that is locked
 _RAISED = {kind.__name__: kind for kind in (ValueError, FloatingPointError, OSError, RuntimeError)}
 
 
@@ -80,7 +82,7 @@ class CheckpointFolder(abc.ABC):
     def steps(self) -> list[int]:
         """Lists the steps of the checkpoints, damaged or not, oldest first; an OSError if one may not be read."""
         found = []
-        for path in self.directory.glob("*"):
+        for path in map(self._path, os.listdir(self.directory) if self.directory.exists() else ()):
             if path.name.isdecimal() and path.name == str(int(path.name)) and path.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # another job has just removed it
                     if any(name == "about.json" or name.startswith("state") for name in os.listdir(path)):
@@ -145,11 +147,9 @@ class CheckpointFolder(abc.ABC):
         if self._lock is not None:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory.resolve()
-        self._lock = _locks.get(path) or _locks.setdefault(path, _Lock(path))
-        for left in [*self.directory.glob("*.partial"), *self.directory.glob("*.removed")]:
-            if left.stem.isdecimal():
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+        with contextlib.suppress(FileNotFoundError):
+            self._lock = _locks.get(_key(os.stat(self.directory / _WRITER)))
+        self._lock = self._lock or _Lock(self.directory)
 
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
@@ -166,7 +166,7 @@ class CheckpointFolder(abc.ABC):
 
         ``write`` writes the arrays into a folder, under names that begin with ``state``.
         """
-        step, path = about["step"], self._path(about["step"])
+        step, path, outer = about["step"], self._path(about["step"]), sys.exception()  # the last: what a caller handles
         partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
             partial.mkdir()
@@ -178,11 +178,11 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            errors = error, error.__context__  # torch raises one of its own while the system's is handled
-            reason = (
-                next((one.strerror for one in errors if isinstance(one, OSError)), None)
-                or str(error).partition("\n")[0]
-            )
+            # torch raises one of its own while it handles the system's.
+            of_system = [
+                one.strerror for one in (error, error.__context__) if isinstance(one, OSError) and one is not outer
+            ]
+            reason = next(filter(None, of_system), None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -228,7 +228,7 @@ class CheckpointFolder(abc.ABC):
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int | str) -> Path:
         return self.directory / str(step)
 
 
@@ -239,8 +239,19 @@ class _Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        file = open(folder / ".writer", "a+b", buffering=0)
+        file = open(folder / _WRITER, "a+b", buffering=0)
+        try:
+            self._take(folder, file)
+        except BaseException:
+            file.close()
+            raise
         weakref.finalize(self, file.close)
+        _locks[_key(os.fstat(file.fileno()))] = self
+        for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
+            if left.stem.isdecimal():
+                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+
+    def _take(self, folder: Path, file: Any) -> None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
         except BlockingIOError:
@@ -256,8 +267,13 @@ class _Lock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
-# By folder, shared by all that save there: closing a file drops all locks that the process has on it.
-_locks: weakref.WeakValueDictionary[Path, _Lock] = weakref.WeakValueDictionary()
+# By file, shared by all that save there: closing a file drops all locks that the process has on it. A fork has none.
+_locks: weakref.WeakValueDictionary[tuple[int, int], _Lock] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_locks.clear)
+
+
+def _key(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
 
 
 def check_finite(step: int, name: str, array: np.ndarray) -> None:

@@ -118,11 +118,12 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     """Trains, or starts the processes of a job that do; the launcher's exit status."""
     options = options_of(arguments)
-    num_processes = job.num_processes if (job := find_job()) else 1  # one, as in a shell of SLURM, is none
-    if num_processes > 1 and options.processes not in (None, num_processes):
-        raise ValueError(f"processes (={options.processes}) must be those of the job (={num_processes})")
-    if num_processes == 1 and options.processes is not None:  # the processes get the same command
-        return launch(["-m", "jaxddp", *sys.argv[1:]], options.processes, max_restarts=options.max_restarts)
+    job, asked = find_job(), options.processes
+    if job is not None and job.num_processes > 1 and asked not in (None, job.num_processes):
+        raise ValueError(f"processes (={asked}) must be those of the job (={job.num_processes})")
+    # A job of one, such as a shell of SLURM, starts others as no job does. The processes get the same command.
+    if asked is not None and (job is None or asked > job.num_processes):
+        return launch(["-m", "jaxddp", *sys.argv[1:]], asked, max_restarts=options.max_restarts)
     if options.max_restarts and options.processes is None:
         raise ValueError(f"max_restarts (={options.max_restarts}) must come with processes")
     import_jax()  # late, so that the help needs no JAX

@@ -56,6 +56,8 @@ def test_a_job_of_one_process_starts_others_as_no_job_does(monkeypatch):
         == 0
     )
     assert started == [2, 2]
+    monkeypatch.setattr("jaxddp.cli.train_program.train", lambda options, say: started.append("here"))
+    assert main(["train", "--processes=1"]) == 0 and started == [2, 2, "here"]
 
 
 @pytest.mark.parametrize("command", BAD_INPUT)

@@ -18,7 +18,7 @@ from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
 from .roll_call import address_here, meet
 from .stderr import print_line
 from .torchrun import with_free_port
-from .watchdog import refuse_second, waiting, watch
+from .watchdog import end, refuse_second, waiting, watch
 
 
 def start_process(
@@ -104,6 +104,14 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, preemption_servi
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=job._replace(host=job.bind_host).address if job.process_id == 0 else None,
     )
+    state = distributed.global_state
+    shut_down = state.shutdown
+
+    def shutdown() -> None:  # also where a user calls jax.distributed.shutdown
+        end()
+        shut_down()
+
+    state.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def _use_gloo_at(address: str | None) -> None:

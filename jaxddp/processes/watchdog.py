@@ -101,7 +101,7 @@ class _Watchdog:
         self._is_last = False  # of those that have not ended none is left
         self._stays = False  # has ended, and waits for the others
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self._on_exit)
+        atexit.register(self.on_exit)
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
 
@@ -251,16 +251,18 @@ class _Watchdog:
             wait_for_end()
         self._excepthook(kind, error, trace)
 
-    def _on_exit(self) -> None:
+    def on_exit(self) -> None:
         is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
         self._stays = is_jax and self._number == 0  # the others, who know of this process alone, stay as well
         self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
         if self._number and not is_jax:
             return
-        # Those whom it keeps waiting in a collective are let go on, to fail in it.
-        while any(one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()):
-            time.sleep(_BEAT_S)
-        if self._stays:
+        try:  # those whom it keeps waiting in a collective are let go on, to fail in it
+            while any(
+                one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()
+            ):
+                time.sleep(_BEAT_S)
+        finally:
             self._stays = False
             self._say_end(self._ended or "")
 
@@ -328,6 +330,12 @@ def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
     """Notes that a step has returned; ``is_done`` tells whether a device still waits in it for the others."""
     if _watchdog is not None:
         _watchdog.is_done, _watchdog.is_in_step = is_done, False
+
+
+def end() -> None:
+    """Says that this process takes no more steps, and waits for the others, as at its end."""
+    if _watchdog is not None:
+        _watchdog.on_exit()
 
 
 @contextlib.contextmanager

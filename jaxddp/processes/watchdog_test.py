@@ -68,8 +68,8 @@ SHORT_BARRIER = """
 from functools import partial
 from jax._src import distributed
 client = distributed._jax.get_distributed_runtime_client
-distributed._jax.get_distributed_runtime_client = partial(client, shutdown_timeout=2)
-jax.distributed.initialize = partial(jax.distributed.initialize, shutdown_timeout_seconds=2)
+distributed._jax.get_distributed_runtime_client = partial(client, shutdown_timeout=4)
+jax.distributed.initialize = partial(jax.distributed.initialize, shutdown_timeout_seconds=4)
 """
 PROGRAMS = {
     "jaxddp": JAX,
@@ -82,7 +82,7 @@ PROGRAMS = {
 }
 LOOP = f"""
 for step in range(1, 2000):
-    if step == {STEP} + 1 and fault in ("all end", "works on", "raises at the end") or step == 40:
+    if step == {STEP} + 1 and fault in ("all end", "works on", "shuts down", "raises at the end") or step == 40:
         break
     if step == {STEP} + 1 and process == faulty and fault == "forks":
         if os.fork() == 0:
@@ -117,7 +117,9 @@ if fault == "raises at the end":
         raise LookupError("out of luck")
     time.sleep({SAVING_S})
     print("saved", flush=True)
-time.sleep(6 * (process == faulty) if fault == "works on" else process)
+if fault == "shuts down" and process == faulty:
+    jax.distributed.shutdown()
+time.sleep(10 * (process == faulty) if fault == "works on" else process)
 """
 START = """
 import atexit, os, signal, sys, time
@@ -138,7 +140,7 @@ def run(tmp_path, program, fault, faulty=1):
         for process in range(NUM_PROCESSES)
     ]  # fmt: skip
     # Who leaves waits for the others, and so ends after them.
-    ends = fault in ("all end", "works on", "forks", "leaves", "raises")
+    ends = fault in ("all end", "works on", "shuts down", "forks", "leaves", "raises")
     others = [process for process in range(NUM_PROCESSES) if ends or process != faulty]
     try:
         deadline = time.monotonic() + 150
@@ -203,6 +205,7 @@ def test_the_others_end_and_name_it(tmp_path, program, fault, faulty, reason):
     [
         ("jaxddp", "all end", 1), ("torchref", "all end", 1), ("torchref", "forks", 1),
         ("short barrier", "works on", 0), ("short barrier", "works on", 1), ("torchref", "works on", 1),
+        ("short barrier", "shuts down", 0), ("short barrier", "shuts down", 1),
     ],
 )  # fmt: skip
 def test_processes_end_well_together_or_one_after_the_other_and_a_forked_child_is_none(

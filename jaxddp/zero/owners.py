@@ -170,7 +170,11 @@ class LeafOwners:
 
     def from_host(self, state: Any) -> OwnedState:
         """Undoes ``on_host``: buffers ``[N * width]`` are NumPy arrays."""
-        found = named_leaves(state)
+        slots = named_leaves(self.slots)
+        found = {
+            name: leaf if self.param_of[name] is None else np.asarray(leaf).astype(slots[name].dtype)
+            for name, leaf in named_leaves(state).items()
+        }
         rows = [self._flat(owner, found) for owner in range(self.num_ranks)]
         owned = {dtype: np.concatenate([row[dtype] for row in rows]) for dtype in self.widths}
         return OwnedState(self.shared(found), owned)

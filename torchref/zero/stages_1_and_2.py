@@ -71,7 +71,7 @@ class ZeRO1(DataParallel):
         super().__init__(module, **{name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()})
         self._rank = dist.get_rank(self.process_group)
         self._cuts = {name: Cut(tuple(parameter.shape), self.num_ranks) for name, parameter in self._trained.items()}
-        # Of an empty tensor first: a view of the module's parameter would share its counter of changes.
+        # Empty at first: a view of the module's parameter would share its counter of changes.
         self._shards = {name: nn.Parameter(one.detach().new_empty(0)) for name, one in self._trained.items()}
         self._take_weights()
         self.optimizer = optimizer_cls(self._shard_groups(groups), **kwargs)
@@ -81,8 +81,7 @@ class ZeRO1(DataParallel):
         mark_state_dicts(self.optimizer, self.process_group)
         self.optimizer.register_step_pre_hook(before_step(self._before_step))
         self.optimizer.register_step_post_hook(weakly(self._gather))
-        clear = weakly(self.zero_grad)  # that of the shards alone would leave the module's
-        self.optimizer.zero_grad = lambda set_to_none=True: clear()  # type: ignore[method-assign]
+        self.optimizer.zero_grad = weakly(self.zero_grad)  # type: ignore[method-assign]  # of the module as well
         self._spent = {name: spent_gradient(parameter) for name, parameter in self._trained.items()}
         self._sums = ShardSums()
         self._hold_shards()
@@ -219,7 +218,7 @@ class ZeRO1(DataParallel):
             if isinstance(shard, HeldShard) and (shard._version, shard.requires_grad) != self._noted[name]:
                 raise RuntimeError(
                     f"the shard of {name!r} in optimizer.param_groups was changed or frozen outside of the wrapper's"
-                    " step, which would be lost: change the module's parameters, and wrap it again to freeze some"
+                    " step, which would be lost: change or freeze the module's parameters, and wrap it anew"
                 )
 
     def _take_weights(self) -> None:
