@@ -154,7 +154,7 @@ class Checkpoints(CheckpointFolder):
                 said = f"{' '.join(map(str, there))} there and {' '.join(map(str, here))} here"
                 raise ValueError(f"{checkpoint} is of another {owner}: {name} is {said}")
             old, new = there[0], here[0]
-            if old != new and _loses_bits(name, old, new, is_number=here[1:] == ((),)):
+            if old != new and _loses_bits(name, old, new, is_number=not ours[name].shape):
                 raise ValueError(f"{checkpoint} has {name} in {old}, of which {new} here would lose bits")
 
     @property

@@ -165,15 +165,16 @@ class _Step:
             return "it depends on the rank or the number of ranks, also where all have the same examples"
         of_examples = "statistics of a rank's own examples, as BatchNorm's"
         for name, leaf in named_leaves(self.batch).items():
-            is_mask = not is_key(leaf) and bool(np.isin(leaf, [0, 1]).all())
-            if is_key(leaf) or not (is_mask or leaf.dtype.kind in "iu" or (leaf.ndim == 1 and (leaf >= 0).all())):
+            if is_key(leaf):
+                continue
+            is_mask = np.isin(leaf, [0, 1]).all()
+            if not (is_mask or leaf.dtype.kind in "iu" or (leaf.ndim == 1 and (leaf >= 0).all())):
                 continue  # labels, masks and weights may say which examples count
             alike = jax.tree.map(lambda one, leaf=leaf: self._alike(one) if one is leaf else one, self.batch)
             if self._agree(self._run(1, alike), self._run(self.num_ranks, alike)):
-                means = (
-                    f"a mean of the ranks' means, whose weights by batch leaf {name!r} differ: sum both, divide once"
-                )
-                return means if is_mask else f"{means}; or {of_examples}"  # of an input, which is alike then as well
+                of_inputs = "" if is_mask else f"; or {of_examples}"  # an input's are alike then as well
+                weights = f"whose weights by batch leaf {name!r} differ: sum both, divide once"
+                return f"a mean of the ranks' means, {weights}{of_inputs}"
         return f"{of_examples}, or a loss that is no mean over examples"
 
     @cached_property

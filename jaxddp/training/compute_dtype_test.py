@@ -219,3 +219,9 @@ def test_trained_parameters_of_16_bits_are_warned_of():
         make(mlp_loss, jaxddp.zero3()).init(mlp_params())
         frozen = make(mlp_loss, jaxddp.zero3(), trainable=lambda name: name == "v", **options)
         frozen.init(mlp_params("bfloat16") | {"v": np.ones(3, np.float32)})
+
+
+def test_without_x64_float64_is_float32():
+    trainer = make(mlp_loss, jaxddp.zero1(), compute_dtype=jnp.float64)
+    state, _ = trainer.step(trainer.init(mlp_params()), mlp_batch())
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}

@@ -54,6 +54,12 @@ def test_bad_input_is_one_line_and_status_2(command, alone, text, capsys):
     assert (status, len(lines)) == (2, 1) and lines[0].startswith(f"error: {BAD_INPUT[command]}")
 
 
+def test_other_ranks_than_the_processes_of_the_job_are_refused(alone, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--devices=3", "--batch-size=6"]) == 2
+    assert "devices (=3) must be the job's processes (=2), a rank each" in capsys.readouterr().err
+
+
 def test_a_batch_that_ranks_cannot_share_is_refused_before_they_start(monkeypatch, capsys):
     monkeypatch.setattr("torchref.cli.train_program.launch", lambda *args, **options: pytest.fail("ranks start"))
     assert main(["train", "--processes=2", "--batch-size=3"]) == 2
