@@ -9,7 +9,6 @@ once, after totals and weights have been summed; a plain mean has no weight, and
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .communication.reduction import wide
-from .tree import named_leaves, path_name
+from .tree import path_name
 
 
 class Weighted(NamedTuple):
@@ -103,31 +102,25 @@ def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_re
     return Part(total, jnp.asarray(num_examples if is_real is None else is_real.sum(), total.dtype))
 
 
-@dataclass(frozen=True)
-class Measure:
-    """An evaluation of examples, for use on each rank."""
+def measured(
+    eval_fn: Callable[..., Any], has_state: bool, params: Any, model_state: Any, inputs: tuple[Any, jax.Array]
+) -> dict[str, Any]:
+    """The parts that a user's ``eval_fn`` gives of a rank's examples, ``(batch, is_real)``, as ``part_of`` does."""
+    batch, is_real = inputs
+    found = eval_fn(params, *([model_state] if has_state else []), batch)
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"eval_fn (={_name(eval_fn)}) must return a dict of jaxddp.Mean, Sum or PerExample")
 
-    eval_fn: Callable[..., Any]  # (params, batch), or (params, model_state, batch), to a dict of markers
-    has_state: bool  # whether it takes a model state
+    def part(path: Any, leaf: Any) -> Any:
+        where = f"eval_fn (={_name(eval_fn)}): {path_name(path)!r}"
+        if isinstance(leaf, Weighted):
+            parts = wide(leaf.total), _finite(wide(leaf.weight))
+            return Part(*(part_of(where, Sum(one), len(is_real), is_real).values for one in parts))
+        if not isinstance(leaf, MARKERS):
+            raise ValueError(f"{where} must be marked as jaxddp.Mean, Sum or PerExample")
+        return part_of(where, leaf, len(is_real), is_real)
 
-    def __call__(self, params: Any, model_state: Any, inputs: tuple[Any, jax.Array]) -> dict[str, Any]:
-        """Gives the parts of the examples of ``(batch, is_real)``, as ``part_of`` does."""
-        batch, is_real = inputs
-        found = self.eval_fn(params, *([model_state] if self.has_state else []), batch)
-        name = _name(self.eval_fn)
-        if not isinstance(found, dict) or not found:
-            raise ValueError(f"eval_fn (={name}) must return a dict of jaxddp.Mean, Sum or PerExample")
-
-        def part(path: Any, leaf: Any) -> Any:
-            where = f"eval_fn (={name}): {path_name(path)!r}"
-            if isinstance(leaf, Weighted):
-                parts = wide(leaf.total), _finite(wide(leaf.weight))
-                return Part(*(part_of(where, Sum(one), len(is_real), is_real).values for one in parts))
-            if not isinstance(leaf, MARKERS):
-                raise ValueError(f"{where} must be marked as jaxddp.Mean, Sum or PerExample")
-            return part_of(where, leaf, len(is_real), is_real)
-
-        return map_marked(part, found)
+    return map_marked(part, found)
 
 
 class Parts(NamedTuple):
@@ -239,38 +232,29 @@ def _check_derivative(error: str, primals: Any, tangents: Any) -> tuple[jax.Arra
 
 
 def _like(new_state: Any, model_state: Any) -> Any:
-    """Checks that a model state has the names, shapes and dtypes of the one before it."""
-    wanted, found = (
-        {name: f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for name, leaf in named_leaves(tree).items()}
-        for tree in (model_state, new_state)
-    )
-    for name in wanted | found:
-        if (was := wanted.get(name)) != (now := found.get(name)):
-            raise ValueError(f"new_state leaf {name!r} (={now}) must be as in model_state (={was})")
+    """Refuses a model state of other names, shapes or dtypes than the one before it."""
 
-    def strong(leaf: Any, _: Any) -> Any:  # a loop over micro-batches refuses the weak dtype of a number of Python's
-        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+    def checked(path: Any, new: Any, old: Any) -> jax.Array:
+        was, now = (f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for leaf in (old, new))
+        if was != now:
+            raise ValueError(f"new_state leaf {path_name(path)!r} (={now}) must be as in model_state (={was})")
+        return jax.lax.convert_element_type(new, old.dtype)  # a number of Python's has a weak one, which loops refuse
 
-    return jax.tree.map(strong, new_state, model_state)  # refuses another structure
+    return jax.tree.map_with_path(checked, new_state, model_state)
 
 
 def with_key(loss_fn: Callable[..., Any], has_state: bool) -> Callable[..., Any]:
-    """Adapts a loss function to ``(*inputs, key=key)``; it gets ``key`` by position or by name if it takes one.
+    """Adapts a loss function to ``(*inputs, key=key)``; it gets a key if it has a parameter ``key``.
 
     A key that ``functools.partial`` has set stays. None, to evaluate, is not passed on: the default counts. A loss with
     a model state must take one: its BatchNorm would normalise by the examples that a rank evaluates.
     """
-    num_inputs = 2 + has_state
-    parameters = inspect.signature(loss_fn).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_position = [p for p in positional[num_inputs:][:1] if p.name == "key" or p.default is p.empty]
-    by_name = [p for p in parameters if p.name == "key" and p.kind is p.KEYWORD_ONLY]
-    taken = [] if "key" in _bound_names(loss_fn) else by_name or by_position
+    parameter = None if "key" in _bound_names(loss_fn) else inspect.signature(loss_fn).parameters.get("key")
 
     def call(*inputs: Any, key: Any) -> Any:
-        if taken and key is not None:
-            return loss_fn(*inputs, key=key) if by_name else loss_fn(*inputs, key)
-        if key is None and (taken[0].default is inspect.Parameter.empty if taken else has_state):
+        if parameter is not None and key is not None:
+            return loss_fn(*inputs, key=key)
+        if key is None and (has_state if parameter is None else parameter.default is parameter.empty):
             raise ValueError(
                 f"evaluate tells loss_fn (={_name(loss_fn)}) by key=None that it does not train: give it a parameter"
                 " key=None, and where it is None no dropout, and the running statistics of a model state"

@@ -1,7 +1,6 @@
 """The trainer, what a rank computes in a step, and the programs made of it.
 
-train.py                         ``Trainer``
-step.py                          one rank's step: accumulate, reduce, clip, update, gather; model state; plain ``jit``'s
+train.py, step.py                ``Trainer``; one rank's step: accumulate, reduce, clip, update; plain ``jit``'s
 wide_products.py                 gradients that bfloat16 products write in float32
 programs.py                      traces, plans and compiles the step, once per shape
 placement.py                     puts full arrays on the mesh, as whole leaves or in shards, and gathers them

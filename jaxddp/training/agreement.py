@@ -1,8 +1,8 @@
 """Processes agree on what they train and on their batches, through the key-value store of ``jax.distributed``.
 
-Programs that differ would wait for each other in their collectives. So what must be alike is compared before the first
-one: the model when a state is made, the batch and its plan before a step is compiled for new shapes. Where the shapes
-of one process alone are new, the others do not come: it raises, and the watchdog ends them with its reason.
+Programs that differ would wait for each other in their collectives. So the model is compared when a state is made, the
+batch and its plan before a step is compiled for new shapes. Where the shapes of one process alone are new, the others
+do not come: it raises, and the watchdog ends them with its reason.
 """
 
 import contextlib

@@ -1,10 +1,9 @@
 """Text to train on: bytes of a file, cut into windows, in batches that depend only on the seed and the step.
 
 A text of ``B`` bytes holds ``(B - 1) // T`` windows of ``T = context`` tokens; window ``i`` reads the bytes from
-``i T`` on and predicts the bytes from ``i T + 1`` on, so every byte but the first is predicted exactly once. The last
-windows are held out. The others are permuted again in every epoch, and step ``s`` takes windows ``s b`` to
-``(s + 1) b - 1`` of the concatenated epochs, of which rank ``r`` of ``N`` has rows ``r b / N`` to
-``(r + 1) b / N - 1``: a run can be resumed, or repeated on another number of ranks.
+``i T`` on and predicts those from ``i T + 1`` on. The last windows are held out. The others are permuted again in every
+epoch, and step ``s`` takes windows ``s b`` to ``(s + 1) b - 1`` of the concatenated epochs, of which rank ``r`` of
+``N`` has rows ``r b / N`` to ``(r + 1) b / N - 1``: a run can be repeated on another number of ranks.
 """
 
 import functools
@@ -36,15 +35,9 @@ class Corpus:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, context: int = 128, holdout: float = 0.05):
-        """Reads the text into memory.
+        """Reads a file, or Python's standard library, into memory; a ValueError if it is none, or too short.
 
-        Args:
-            path: A file. When None, the Python standard library's sources, in an order that mixes its packages, so
-                that the held-out part resembles the rest.
-            context: Tokens per window.
-            holdout: Fraction of the windows kept for validation, at least one of them.
-
-        Raises a ValueError if there is no regular file at ``path``, or too little text.
+        ``context`` is in tokens; ``holdout`` is the fraction of windows kept for validation, at least one of them.
         """
         self.context = context
         if path is None:
@@ -63,12 +56,9 @@ class Corpus:
         self._text = np.frombuffer(text, dtype=np.uint8)
 
     def batch(self, step: int, batch_size: int, *, seed: int = 0, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Gives a rank's rows of the global batch of a step, from 0; no batch depends on an earlier one.
+        """Gives a rank's rows of the global batch of a step, from 0; a ValueError if the batch cannot be split.
 
-        Returns:
-            ``{"tokens": int32[batch_size / num_ranks, context], "targets": the same, one byte later}``.
-
-        Raises a ValueError if the batch cannot be split.
+        They are ``{"tokens": int32[batch_size / num_ranks, context], "targets": the same, one byte later}``.
         """
         if batch_size % num_ranks:
             raise ValueError(f"batch_size (={batch_size}) must be divisible by num_ranks (={num_ranks})")

@@ -5,13 +5,11 @@ In a job each process gives rows of its own. With ``n[p]`` rows in the batch of 
     rows of a rank           R = max over p of ceil(n[p] / r[p]), and at least that of earlier batches
     rank j of process p      its rows j R ... (j + 1) R - 1 as far as there are any, then padding
 
-So all processes run the same program, which also gives every process which rows of all ranks count. They exchange the
-rows that their ranks need before each batch; one that has no more gives padding. The host adds up the sums of the
-batches in float64, and divides once.
+The host adds up the sums of the batches in float64, and divides once.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,14 +21,14 @@ from jax.sharding import NamedSharding
 from ..loss import PerExample, Sum, map_parts
 from .validation import count_examples, host_arrays, is_global
 
-Watched = Callable[[], AbstractContextManager[Any]]
-Run = Callable[[tuple[Any, np.ndarray]], tuple[dict[str, Any], jax.Array]]
-"""``(batch, is_real)`` of this process's ranks ``->`` the parts of all ranks, as ``loss.Measure`` gives them, and
-``is_real`` of all."""
+Watched = Callable[[], AbstractContextManager[Any]]  # entered while all processes exchange something
 
 
-def evaluate_batches(run: Run, batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
-    """Evaluates a batch, or an iterable of them; ``watched`` is entered while all processes exchange something."""
+def evaluate_batches(run: Callable[..., Any], batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
+    """Evaluates a batch, or an iterable of them.
+
+    ``run`` takes ``(batch, is_real)`` of this process's ranks to the parts of all ranks and ``is_real`` of all.
+    """
     found: list[Any] = []
     running: list[Any] = []  # the last batch
     for inputs in _padded(batches, by_rank, watched):
@@ -91,8 +89,7 @@ def _each(batches: Any) -> Iterator[Any]:
     if isinstance(batches, list):
         is_batch = any(hasattr(one, "shape") for one in batches)
     else:
-        is_leaf = jax.tree_util.all_leaves([batches])
-        is_batch = not is_leaf or hasattr(batches, "shape") or not isinstance(batches, Iterable)
+        is_batch = hasattr(batches, "shape") or not jax.tree_util.all_leaves([batches])
     return iter([batches] if is_batch else batches)
 
 

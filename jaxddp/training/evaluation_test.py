@@ -1,5 +1,6 @@
 """What ``evaluate`` gives, a loss or measures of any number of examples, and what aux values mean."""
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -12,7 +13,7 @@ import pytest
 
 import jaxddp
 from jaxddp.comparison_test import assert_near, compiled_as_planned, refusal
-from jaxddp.loss import Measure
+from jaxddp.loss import measured
 from jaxddp.mesh_test import run_workers
 
 
@@ -154,7 +155,9 @@ def test_measures_are_those_of_one_device_with_an_uneven_last_batch(name, x64):
 
 def test_a_batch_is_one_all_reduce_and_what_is_kept(x64):
     one, state, _ = stateful(jaxddp.zero1())
-    program = one.programs(state).evaluate(state, (rows(12), np.ones(12, bool)), Measure(measure, True))
+    program = one.programs(state).evaluate(
+        state, (rows(12), np.ones(12, bool)), functools.partial(measured, measure, True)
+    )
     collectives = jaxddp.read_schedule(program).collectives()
     # Two values of each example, and whether it counts; three means and sums with the number of examples, and counts.
     expected = [("all-gather", num_bytes) for num_bytes in (12, 12 * 8, 12 * 2 * 8)]

@@ -34,9 +34,8 @@ def value_and_grad(
     """Gives the loss and its gradient, averaged over the ranks of an axis.
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
-    merges the collectives otherwise. Over other axes of the mesh nothing is summed but what autodiff sums, and under
-    ``check_vma`` gradients that vary over them have buckets of their own. A gradient that is zero whatever the batch
-    is, as of an unused parameter, is not sent.
+    merges the collectives otherwise. Over other axes of the mesh nothing is summed but what autodiff sums. A gradient
+    that is zero whatever the batch is, as of an unused parameter, is not sent.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -65,13 +64,11 @@ def value_and_grad(
         >>> import jaxddp
         >>> def loss_fn(params, batch):
         ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> strategy = jaxddp.bucketed(25)
-        >>> def step(params, batch):
-        ...     loss, grads = jaxddp.value_and_grad(loss_fn, strategy)(params, batch)
-        ...     return loss, jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads)
-        >>> specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-        >>> run = jaxddp.jit(jax.shard_map(step, mesh=jaxddp.data_mesh(4), **specs), strategy)
-        >>> loss, params = run({"w": jnp.zeros((3, 1))}, {"x": jnp.ones((8, 3)), "y": jnp.ones((8, 1))})
+        >>> strategy, mesh = jaxddp.bucketed(25), jaxddp.data_mesh(4)
+        >>> step = jaxddp.value_and_grad(loss_fn, strategy)
+        >>> step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.ones((8, 1))}
+        >>> loss, grads = jaxddp.jit(step, strategy)({"w": jnp.zeros((3, 1))}, batch)
         >>> float(loss)
         1.0
     """
@@ -110,12 +107,14 @@ def value_and_grad(
                 lambda one: refuse_derivative(one, _DIFFERENTIATED) if jnp.issubdtype(one.dtype, jnp.inexact) else one,
                 result,
             )
-        if num_ranks > 1:
-            return result
-        # Nothing was sent; check_vma takes only the result of a collective as equal on all ranks.
-        return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, result)
+        return result if num_ranks > 1 else _as_equal(result, axis)
 
     return on_rank
+
+
+def _as_equal(tree: Any, axis: str) -> Any:
+    """What an only rank has, which has sent nothing: ``check_vma`` takes only what a collective gives as equal."""
+    return jax.tree.map(lambda leaf: broadcast(leaf, axis) if axis in varying(leaf) else leaf, tree)
 
 
 def sync_gradients(
@@ -125,13 +124,6 @@ def sync_gradients(
 
     For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
     ``jaxddp.compile_options``, or XLA merges the collectives into one.
-
-    ======== ==================== =================================
-    tensor   on each rank, before on each rank, after
-    ======== ==================== =================================
-    gradient ``[shape]``, its own ``[shape]``, sum / denominator
-    buffer   ``[bucket]``         ``[bucket]``, equal on all ranks
-    ======== ==================== =================================
 
     Args:
         grads: A tree of gradients.
@@ -172,13 +164,8 @@ def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
     """Plans the communication of gradients, for ``sync_gradients``, in the order in which they are computed.
 
-    Args:
-        strategy: How gradients are communicated.
-        grad_fn: One rank's gradients, such as ``jax.grad(loss_fn)``; traced, not run.
-        *args: Its arguments on one rank; arrays or ``jax.ShapeDtypeStruct``.
-
-    Raises:
-        NameError: If ``grad_fn`` uses a mesh axis that is not bound: then call this inside ``jax.shard_map``.
+    ``grad_fn`` gives one rank's gradients, as ``jax.grad(loss_fn)`` does; it is traced with its ``args``, arrays or
+    ``jax.ShapeDtypeStruct``. One that uses a mesh axis raises a NameError outside of ``jax.shard_map``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -203,8 +190,7 @@ def shard_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each rank keeps and updates 1/N of its state: ZeRO stage 1 in an optax transformation.
 
-    A reduce-scatter, the wrapped optimizer on this rank's shards, an all-gather: they replace the all-reduce of the
-    gradients, and send the same bytes.
+    A reduce-scatter, the wrapped optimizer on this rank's shards, an all-gather. ``docs/zero.md`` has an example.
 
     ============ ========================= ===========================
     tensor       ``update`` takes          ``update`` returns
@@ -227,23 +213,6 @@ def shard_optimizer(
 
     Returns:
         The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> import jaxddp
-        >>> mesh = jaxddp.data_mesh(4)
-        >>> params = {"w": jnp.ones(6)}
-        >>> optimizer = shard_optimizer(optax.adam(0.1), "data")
-        >>> specs = sharded_specs(optax.adam(0.1), params, num_ranks=4, axis="data")
-        >>> def step(params, x):
-        ...     state = optimizer.init(params)
-        ...     updates, state = optimizer.update({"w": x * params["w"]}, state, params)
-        ...     return optax.apply_updates(params, updates), state
-        >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs))
-        >>> params, state = run(params, jnp.arange(4.0))
-        >>> state[0].mu["w"].shape, state[0].mu["w"].addressable_shards[0].data.shape
-        ((8,), (2,))
     """
     check_optimizer(optimizer)
     check_kind("axis", axis, str, "the name of a mesh axis")
@@ -273,10 +242,8 @@ def shard_optimizer(
             shards = clip_to_norm(shards, global_norm(means, layout), max_grad_norm)
         held = None if params is None else shards_of(params, layout)
         updates, state = optimizer.update(like(grads, shards), state, held, **extra_args)
-        full = gather_shards(named_leaves(updates), plan, layout.cuts, axis)
-        if num_ranks == 1:  # under check_vma, only what comes out of a collective leaves shard_map under P()
-            full = {name: lax.psum(leaf, axis) if varying(leaf) else leaf for name, leaf in full.items()}
-        return like(grads, full), state
+        full = like(grads, gather_shards(named_leaves(updates), plan, layout.cuts, axis))
+        return full if num_ranks > 1 else _as_equal(full, axis), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -228,7 +228,7 @@ def test_arrays_put_into_a_state_must_lie_as_those_before():
     trainer = jaxddp.Trainer(loss_fn, optax.adam(0.1), jaxddp.zero1(), grid(2, 2), param_specs=SPECS)
     state, full = trainer.init(model()), model()
     whole = trainer.params(state)  # equal on all devices
-    with pytest.raises(ValueError, match="must lie as this trainer puts it"):
+    with pytest.raises(ValueError, match="input shardings that disagree"):
         trainer.step(state._replace(params=whole), batches(1)[0])
     placed = jax.device_put(full, jax.tree.map(lambda leaf: leaf.sharding, state.params))
     trainer.step(state._replace(params=placed), batches(1)[0])

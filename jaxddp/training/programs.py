@@ -20,7 +20,6 @@ from ..communication.buckets import BucketPlan
 from ..communication.planned import Planned, planned_along, planned_exchange, traced_collectives
 from ..communication.traces import GradientTrace, plan_trace, trace_gradients
 from ..layout import Leaf
-from ..loss import Measure
 from ..mesh import platform_of
 from ..scopes import OTHER_AXES_SCOPE
 from ..strategy import Masters, on_blocks
@@ -175,23 +174,22 @@ class Programs:
     def step(self, state: TrainState, batch: Any) -> Any:
         """Gives the compiled training step for these shapes."""
         check_batch(batch, self.layout.ranks.num_ranks, self.run.num_microbatches)
-        return self._compiled(("step", signature(state, abstract(batch))), partial(self.step_function, state, batch))
+        key = signature(state, abstract(batch))
+        if key not in self._programs:
+            function, args, options = self.step_function(state, batch)
+            with no_mesh():
+                self._programs[key] = self._compile(function, args, **options)
+        return self._programs[key]
 
-    def evaluate(self, state: TrainState, batch: Any, measure: Measure | None = None) -> Any:
-        """Gives the compiled evaluation for these shapes: of the loss, or of a measure, whose batch is its inputs."""
+    def evaluate(self, state: TrainState, batch: Any, measure: Callable[..., Any] | None = None) -> Any:
+        """Compiles the evaluation for these shapes: of the loss, or a ``measured`` one, whose batch is its inputs."""
         check_batch(batch, self.layout.ranks.num_ranks, 1)
         on_rank = partial(steps.evaluate, self.run)
         if measure is not None:
             on_rank = partial(steps.measure, self.run, self.run.strategy.full(measure, self.layout))
-        key = "evaluate", measure, signature(state, batch)
-        return self._compiled(key, partial(self._over_mesh, on_rank, state, batch))
-
-    def _compiled(self, key: Any, make: Callable[[], StepFunction]) -> Any:
-        if key not in self._programs:
-            function, args, options = make()
-            with no_mesh():
-                self._programs[key] = self._compile(function, args, **options)
-        return self._programs[key]
+        function, args, options = self._over_mesh(on_rank, state, batch)
+        with no_mesh():
+            return self._compile(function, args, **options)
 
     def _over_mesh(self, on_rank: Callable[..., Any], state: Any, batch: Any, *, is_step: bool = False) -> StepFunction:
         def placed(state: Any, batch: Any) -> Any:

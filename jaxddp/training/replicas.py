@@ -1,13 +1,12 @@
 """Whether ranks still hold the same: what several ranks hold of one array must be equal bit for bit.
 
-Every rank computes its replicas by the same program from the same sums. A flipped bit or a faulty device changes one of
-them and training goes on, since gradients are averaged, while the replicas drift apart. Compared are checksums, made on
-each device; the step's program stays as it is planned.
+A flipped bit or a faulty device changes one of them and training goes on, since gradients are averaged. Compared are
+checksums, made on each device:
 
     checksum = sum over words i of (2 i + 1) * mix(word_i)   mod 2^32        of each leaf on each rank
 
-``mix`` is a bijection that spreads each bit over the word, and the factor is odd: whatever changes a single word
-changes the sum, and flips of the same bit in many words do not cancel.
+``mix`` is a bijection that spreads each bit over the word, and the factor is odd: any change of a single word changes
+the sum, and flips of the same bit in many words do not cancel.
 """
 
 import functools
@@ -33,11 +32,7 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     """Checks that ranks hold the same, bit for bit, of what each of them has in full.
 
     That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
-    under zero3; counters, keys and the model state under all. It takes a pass over them on each device, and processes
-    exchange 4 bytes a leaf and device.
-
-    Raises:
-        ReplicaError: If they differ; it names the leaf and the ranks.
+    under zero3; counters, keys and the model state under all. Raises a ReplicaError that names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's

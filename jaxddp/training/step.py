@@ -11,17 +11,13 @@ batch                            [global_batch / num_ranks, ...]
     grads *= min(1, max_grad_norm / norm)
     params, opt_state = strategy.update(grads, opt_state, params)
 
-The model state, such as BatchNorm's running statistics, goes through a rank's micro-batches, of which one of weight 0
-leaves it as it was; then ranks agree on it:
+The model state goes through a rank's micro-batches; then ranks agree on it, by one all-reduce for floats and one for
+each other dtype:
 
 | leaf           | ``"mean"``                 | ``"first"``, as DDP's ``broadcast_buffers`` |
 |----------------|----------------------------|---------------------------------------------|
 | floating       | sum over ranks of x_r, / N | x_0                                         |
 | others: counts | x_0                        | x_0                                         |
-
-This is one all-reduce for floats and one for each other dtype, beside those of the gradients. The mean of running
-variances is that of the ranks' batches, not the variance of the global batch: for that, let the loss function average
-over the axis (``flax.linen.BatchNorm(axis_name="data")``).
 """
 
 from collections.abc import Callable
@@ -294,14 +290,9 @@ def guarded_step(
 
 
 def became_nonfinite(new: Any, old: Any) -> jax.Array:
-    """Whether a floating leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    lost = [
-        (jnp.isfinite(before) & ~jnp.isfinite(after)).any()
-        for after, before in pairs
-        if jnp.issubdtype(after.dtype, jnp.floating)
-    ]
-    return jnp.stack(lost).any() if lost else jnp.bool_(False)
+    """Whether a leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
+    lost = jax.tree.map(lambda after, before: (jnp.isfinite(before) & ~jnp.isfinite(after)).any(), new, old)
+    return jax.tree.reduce(jnp.logical_or, lost, jnp.bool_(False))
 
 
 def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
@@ -312,7 +303,7 @@ def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
 
 
 def measure(run: Run, function: Callable[..., Any], state: TrainState, inputs: tuple[Any, jax.Array]) -> Any:
-    """Gives what a ``Measure`` does of the examples of all ranks, and which of them count, equal on every rank."""
+    """Gives what ``loss.measured`` does of the examples of all ranks, and which of them count, equal on every rank."""
     found = function(state.params, state.model_state, inputs)
     parts, is_real = sum_over_ranks((found, PerExample(inputs[1])), run.layout.ranks)
     return parts, is_real.values

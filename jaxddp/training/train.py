@@ -25,8 +25,8 @@ from .. import __version__
 from ..arguments import check_integer, check_kind, check_leaves, check_optimizer, is_number
 from ..communication.buckets import BucketPlan
 from ..communication.traces import describe_results
-from ..layout import whole
-from ..loss import Measure, partial_loss
+from ..layout import Leaf, whole
+from ..loss import measured, partial_loss
 from ..mesh import DATA_AXIS, rank_axis
 from ..processes.watchdog import begin_step, end_step, wait_for_end
 from ..strategy import Layout, Masters, Ranks, Strategy, with_masters
@@ -56,26 +56,24 @@ class Trainer:
         strategy: How gradients are communicated.
         mesh: As ``data_mesh`` makes it, or ``targets.mesh``: then ``plan``, ``planned`` and ``compile`` work, with the
             state of ``abstract_state``, and nothing runs.
-        num_microbatches: Parts into which each rank's examples are split, in order. Their gradients are added up and
-            reduced once, unless the strategy reduces those of each.
+        num_microbatches: Parts into which each rank's examples are split, in order; ZeRO-2 and 3 reduce those of each.
         trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state and no
             communication.
         has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``. Floating
             scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are ``Mean``,
             ``Sum`` or ``PerExample``; anything else is refused.
-        has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics, which is
-            given to ``init``. Each micro-batch takes the state of the one before it.
-        state_sync: How ranks agree on it at the end of a step. ``"mean"``: floating leaves are averaged over ranks;
-            ``"first"``: those of rank 0 count, as DDP's buffers do. Other leaves are rank 0's.
+        has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics. Each
+            micro-batch takes the state of the one before it.
+        state_sync: How ranks agree on its floating leaves at the end of a step: ``"mean"``, or those of rank 0,
+            ``"first"``, as DDP's buffers. Other leaves are rank 0's.
         max_grad_norm: Clips the global norm of the averaged gradient to this value.
         compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and in which ZeRO gathers them. The
             optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and checkpoints
-            hold. Gradients come in this dtype and are cast to ``grad_dtype``, the master's if None, before they are
-            added up. Batch and model state are not cast. None: no masters.
-        grad_dtype: Dtype in which gradients are accumulated and summed over ranks; each parameter's own if None.
-        nonfinite: What all ranks do in a step whose loss or norm of the averaged gradient is NaN or infinite, or after
-            which an element of the model state no longer is finite. ``"ignore"``: nothing. ``"skip"``: parameters,
-            optimizer and model state stay as they were, bit for bit, and ``metrics["skipped"]`` says so.
+            hold. Batch and model state are not cast. None: no masters.
+        grad_dtype: Dtype in which gradients are accumulated and summed over ranks; the master's if None.
+        nonfinite: ``"skip"``: in a step whose loss or norm of the averaged gradient is NaN or infinite, or after which
+            an element of the model state no longer is finite, parameters, optimizer and model state stay as they were,
+            bit for bit, and ``metrics["skipped"]`` is 1.
         axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
         param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
             of ``PartitionSpec`` like the parameters, or a prefix of it.
@@ -92,10 +90,8 @@ class Trainer:
         >>> state = trainer.init({"w": jnp.zeros((3, 1))})
         >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.ones((8, 1))}
         >>> state, metrics = trainer.step(state, batch)
-        >>> float(metrics["loss"])
-        1.0
-        >>> trainer.planned(state, batch)
-        [('all-reduce', 12)]
+        >>> float(metrics["loss"]), trainer.planned(state, batch)
+        (1.0, [('all-reduce', 12)])
     """
 
     loss_fn: Callable[..., Any]
@@ -116,7 +112,7 @@ class Trainer:
     param_specs: Any = None
     _models: dict[Any, Programs] = field(default_factory=dict, init=False)  # by parameters as a state holds them
     _steps: dict[Any, Any] = field(default_factory=dict, init=False)  # compiled, by types of state and batch
-    _agreed: set[Any] = field(default_factory=set, init=False)  # shapes that all processes have
+    _evaluations: dict[Any, Any] = field(default_factory=dict, init=False)  # likewise
 
     def __post_init__(self) -> None:
         """Checks the options; compiles nothing yet."""
@@ -166,7 +162,7 @@ class Trainer:
         return NamedSharding(self.mesh, P(self.ranks.axis))
 
     def with_strategy(self, strategy: Strategy, mesh: Mesh | AbstractMesh | None = None) -> Trainer:
-        """Gives the trainer of the same run under another strategy, on another mesh if one is given."""
+        """The same training under another strategy, on another mesh if one is given."""
         return replace(self, strategy=strategy, mesh=self.mesh if mesh is None else mesh)
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
@@ -176,16 +172,12 @@ class Trainer:
 
         Args:
             params: A tree of arrays, which stay the caller's.
-            model_state: A tree of arrays, with ``has_state``; every rank gets all of it.
+            model_state: A tree of arrays, with ``has_state`` and only then; every rank gets all of it.
             seed: Of the keys that ``loss_fn`` gets.
-
-        Returns:
-            The state of step 0.
 
         Raises:
             ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, the mesh is a target's, processes differ in what they train,
-                or ``model_state`` is missing with ``has_state`` or given without.
+                element-wise where its state is sharded, the mesh is a target's, or processes differ in what they train.
         """
         self._check_devices("init", "abstract_state")
         warn_if_alone()
@@ -205,11 +197,9 @@ class Trainer:
         trained, places = (split(tree, self.trainable)[0] for tree in (params, model.layout.updated))
         opt_state = model.init_opt_state(place(trained, places, self.mesh, axis))
         params = place(params, model.layout.params, self.mesh, axis)
-        make = jax.jit(
-            lambda: (jnp.zeros((), jnp.int32), jax.random.key(int(seed))), out_shardings=NamedSharding(self.mesh, P())
-        )
+        whole_here = NamedSharding(self.mesh, P())
         with no_mesh():
-            step, key = make()
+            step, key = jax.jit(lambda: (jnp.int32(0), jax.random.key(int(seed))), out_shardings=whole_here)()
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
@@ -231,8 +221,8 @@ class Trainer:
 
         Returns:
             The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
-            averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"`` with ``nonfinite="skip"``, 1
-            if the step was, else 0.
+            averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"``, 0 or 1, with
+            ``nonfinite="skip"``.
 
         Raises:
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
@@ -246,9 +236,7 @@ class Trainer:
             if not all(hasattr(leaf, "aval") for leaf in leaves):
                 return self.step(jax.tree.map(jnp.asarray, state), batch)  # numbers that a user has set
             model = self.programs(state)
-            if jax.process_count() > 1:
-                batch = self._agree(model, batch, state)
-            self._steps[key] = model, model.step(state, batch)
+            self._steps[key] = model, model.step(state, self._agree(model, batch, state))
         model, program = self._steps[key]
         return self._run(model, program, state, self._place(model, batch), is_call=False)
 
@@ -260,38 +248,35 @@ class Trainer:
 
         Args:
             state: Kept as it is.
-            batches: A batch as for ``step``; micro-batches do not matter. With ``eval_fn`` it may be of any length,
-                or a list of batches (of trees: a list of arrays is one batch), or any other iterable of them, such as
-                a generator. Batches are padded to the length of the longest before them, whose program they run.
-                In a job each process gives its own examples, and may have fewer of them, or fewer batches.
+            batches: A batch as for ``step``. With ``eval_fn`` it may be of any length, a list of batches (of trees: a
+                list of arrays is one batch) or another iterable of them; each is padded to the length of the longest
+                before it. In a job each process gives its own examples, and may have fewer of them, or fewer batches.
             eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of
                 ``Mean``, ``Sum``, ``PerExample`` and ``Weighted``. It gets a part of the batch, and must measure each
                 example by itself. Give the same function each time: another one is compiled again.
 
         Returns:
             Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
-            on the host, over all examples of all batches and processes: means and sums in float64 (of integers in
-            int64, within a batch in 32 bits), and values of single examples in the order of the batches and, within
-            one, of the processes.
+            on the host, over all examples of all batches and processes: means and sums in float64 or int64, and values
+            of single examples in the order of the batches and, within one, of the processes.
 
         Raises:
             ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
                 key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
         """
         self._check_devices("evaluate", "compile")
-        measure = None if eval_fn is None else Measure(eval_fn, self.has_state)
+        measure = None if eval_fn is None else partial(measured, eval_fn, self.has_state)
         model, state = self.programs(state), with_arrays(state)
 
         def run(batch: Any) -> Any:
             batch = host_arrays(batch)
-            if jax.process_count() > 1:
-                batch = self._agree(model, batch)
-            program = model.evaluate(state, batch, measure)
-            key = measure, signature(batch)
-            if jax.process_count() > 1 and key not in self._agreed:  # else measures would be mixed
+            key = model, eval_fn, signature(state, batch)
+            if key not in self._evaluations:
+                program = model.evaluate(state, self._agree(model, batch), measure)
+                # Else processes would mix what they measure.
                 check_alike({"what evaluate measures": str(describe(program.out_info))}, BATCH_S)
-                self._agreed.add(key)
-            return self._run(model, program, state, self._place(model, batch))
+                self._evaluations[key] = program
+            return self._run(model, self._evaluations[key], state, self._place(model, batch))
 
         return run(batches) if measure is None else evaluate_batches(run, batches, self.batch_sharding, self._watched)
 
@@ -303,10 +288,9 @@ class Trainer:
             return jax.block_until_ready(result) if model.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
-        """Gives a copy of the full parameters, as the tree that ``init`` was given; later steps do not change it.
+        """Gives a copy of the full parameters, or masters, on every device; in a job all processes call it.
 
-        With a ``compute_dtype`` they are the masters. Every device gets all of them;
-        ``checkpoint.host_state.host_params`` puts them on the host instead. In a job all processes call it.
+        ``checkpoint.host_state.host_params`` puts them on the host instead.
         """
         arrays, leaves = self.masters(state)
         return full_arrays(arrays, leaves, self.mesh)
@@ -332,19 +316,18 @@ class Trainer:
             lambda leaf, array: jax.device_put(array, whole_here) if leaf.is_padded else array, updated, trained
         )
 
-        def make(arrays: Any) -> Any:
-            return jax.tree.map(
-                lambda was, now, array: now.to_global(was.from_global(array)).astype(now.dtype), updated, held, arrays
-            )
+        def as_held(was: Leaf, now: Leaf, array: Any) -> Any:
+            return now.to_global(was.from_global(array)).astype(now.dtype)
 
         with no_mesh():
-            return state._replace(params=merge(jax.jit(make, out_shardings=shardings)(arrays), frozen))
+            make = jax.jit(partial(jax.tree.map, as_held, updated, held), out_shardings=shardings)
+            return state._replace(params=merge(make(arrays), frozen))
 
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
         It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer does not
-        keep one average, of all parameters that are trained: chain ``jaxddp.params_ema``.
+        keep one average of all trained parameters: chain ``jaxddp.params_ema``.
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
@@ -353,9 +336,7 @@ class Trainer:
         found = [one.ema for one in states if isinstance(one, EmaState)]
         if len(found) != 1:
             raise ValueError(f"the optimizer must keep one average, by jaxddp.params_ema, and keeps {len(found)}")
-        ema = found[0]
-        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(split(state.params, self.trainable)[0])):
-            raise ValueError("params_ema must average all parameters that are trained, and averages some of them")
+        (ema,) = found
         if layout.owners is not None:
             ema = place(ema, split(layout.updated, self.trainable)[0], self.mesh, self.ranks.axis)
         return self.with_masters(state, merge(ema, split(state.params, self.trainable)[1]))
@@ -376,8 +357,7 @@ class Trainer:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
         State and global batch are of arrays or ``jax.ShapeDtypeStruct``. On the mesh of a target it is what would run
-        there. Raises a ValueError if the batch cannot be split over ranks and micro-batches, or a target's compiler is
-        missing or refuses.
+        there. Raises a ValueError if the batch cannot be split, or a target's compiler is missing or refuses.
         """
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
@@ -391,8 +371,8 @@ class Trainer:
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
         """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
 
-        Those of metrics are left out. ``programs(state).planned_groups(state, batch)`` adds the devices that take part;
-        ``planned_sync(state)`` there lists those by which ranks agree on the model state.
+        ``programs(state).planned_groups(state, batch)`` adds the devices that take part; ``planned_sync(state)`` there
+        lists those of the model state.
         """
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
@@ -433,11 +413,7 @@ class Trainer:
         return () if is_missing else model_state
 
     def programs(self, state: TrainState) -> Programs:
-        """Gives the plans and programs of a state's model.
-
-        Raises a ValueError if it is no state of this trainer; under zero3, and with masters, also if neither ``init``
-        nor ``abstract_state`` has made it.
-        """
+        """Gives the plans and programs of a state's model; a ValueError if this trainer has not made it."""
         check_state(state)
         model = self._models.get(signature(state.params))
         is_cast = self.compute_dtype is not None and isinstance(state.opt_state, Masters)
@@ -453,16 +429,10 @@ class Trainer:
                 "state must be one that this trainer has made, by init or abstract_state: this one is of another"
                 " strategy, mesh, optimizer, trainable, compute_dtype, has_state or model"
             )
-        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(jax.tree.broadcast(model.shardings, state)), strict=True)
-        moved = [getattr(leaf, "committed", False) and not leaf.sharding.is_equivalent_to(ours, leaf.ndim)
-                 for leaf, ours in pairs]  # fmt: skip
-        if any(moved):
-            name = [*named_leaves(state)][moved.index(True)]
-            raise ValueError(f"state (={name!r}) must lie as this trainer puts it: it is another's, or was moved")
         return model
 
     def _describe(self, params: Any) -> Programs:
-        """The programs of a model of these parameters, full arrays or ``jax.ShapeDtypeStruct``."""
+        """The programs of a model of these full parameters."""
         leaves = leaf_specs(abstract(params), self.param_specs, self.mesh, self.ranks.other_axes)
         with no_mesh():  # what is traced here runs in the trainer's
             layout = self.strategy.layout(leaves, self.optimizer, self.ranks, self.trainable)
@@ -492,23 +462,22 @@ class Trainer:
 
     def _agree(self, model: Programs, batch: Any, state: TrainState | None = None) -> Any:
         """Places a batch; refuses processes whose batches differ or, to train, their plans."""
+        if jax.process_count() == 1:
+            return batch
         held = jax.tree.map(lambda leaf: leaf if is_global(leaf) else np.asarray(leaf), batch)
-        key = model, signature(held), state is None
-        is_new = key not in self._agreed
-        if is_new:  # before anything that only one of them may raise
-            # With another number of examples in each process, the mean over ranks would be one of unlike means.
-            check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
-            if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
-                self._compare_rows(held)
+        # Before anything that only one of them may raise. With another number of examples in each process, the mean
+        # over ranks would be one of unlike means.
+        check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
+        if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
+            self._compare_rows(held)
         batch = self._place(model, batch)
-        if is_new and state is not None:
+        if state is not None:
             alike = {}
             with contextlib.suppress(ValueError):  # raised again once all processes have come
                 plan = model.plan(state, batch)
                 alike["plan"] = f"{len(plan.buckets)} buckets, checksum {zlib.crc32(repr(plan).encode()):08x}"
                 alike["results and constant gradients"] = describe_results(model.trace(state, batch))
             check_alike(alike, BATCH_S)
-        self._agreed.add(key)
         return batch
 
     def _compare_rows(self, batch: Any) -> None:

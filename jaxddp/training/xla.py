@@ -1,30 +1,12 @@
 """Compile options that keep a plan from being rewritten, by platform.
 
 By default XLA merges all gradient all-reduces of a step into one (CPU, TPU) or into buckets of its own (GPU, 30 MiB),
-so every strategy would be the same program. Each backend has a pass that does it and a way to stop that pass for one
-program; from jaxlib 0.10 to 0.12 they are the same. On CPU the optimization barriers, by which naive and flat wait for
-the backward and equal buckets stay apart, are dropped before scheduling unless the pass that drops them is stopped too.
-Then a third is, which makes one kernel of a small loop, and aborts the process if a barrier of the loss is in it.
+so every strategy would be the same program; ``docs/schedules.md`` has what each option does on GPUs.
 
     platform  pass that merges                                     stopped by
     CPU       cpu-all-reduce-combiner                              xla_disable_hlo_passes
     GPU       gpu-{all-reduce,all-gather,reduce-scatter}-combiner  a threshold of 0 bytes; all-reduces, by their keys
     TPU       all-reduce-combiner                                  xla_disable_hlo_passes
-
-On TPUs every collective would be synchronous. The options let SparseCores carry them out, which v5p, v6e and v7x have
-beside the cores that compute; chips without them compile as before. In zero3's loops two may be in flight at a time.
-
-On GPUs the combiner itself makes a bucket's all-reduce, of the tensors with its key (``ddp.py``), and
-all-reduce-contiguous, the pass that would copy them into one buffer and back, is stopped.
-
-On GPUs a plan also has to survive the scheduler, which by default keeps one collective in flight and starts the next
-when its model of the target's own links says so, whatever the network is. The options make it start each as soon as
-its buffer is packed, with any number in flight: they queue on one stream, in the order of the plan. zero3 goes without
-them, or the gathers of all units would start at once. In its loops over layers, each round gathers for the next one,
-and scatters the gradients of the one before.
-
-XLA has kernels of its own for small all-reduces in place of NCCL's, which no scheduler moves: they would all run after
-the backward. jaxlib 0.12.0.1 cannot compile those of a few numbers over 64 H100.
 """
 
 import re
@@ -35,12 +17,19 @@ from ..arguments import check_kind
 from ..strategy import Strategy
 
 _DISABLE = "xla_disable_hlo_passes"
+# The second would drop the optimization barriers by which naive and flat wait for the backward and equal buckets stay
+# apart. The third makes one kernel of a small loop, and aborts the process if a barrier is in it.
+_CPU_PASSES = "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"
 _ANY_BYTES = 2**40
+# By default one collective is in flight, and the next starts when XLA's model of the target's links says so. These make
+# each start when its buffer is packed, in the order of the plan. Under zero3 all gathers would start at once.
 _START_EARLY = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 65_536,  # more than any plan has buckets
 }
+# No scheduler moves XLA's own kernels for small all-reduces: they would all run after the backward.
 _BY_NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}  # names kinds of collectives; older jaxlibs lack it
+# Else collectives on TPUs are synchronous. v5p, v6e and v7x have SparseCores; other chips compile as before.
 _OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _ON_SPARSE_CORES: dict[str, str | int | bool] = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
@@ -66,8 +55,9 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
-        return {_DISABLE: "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"}
+        return {_DISABLE: _CPU_PASSES}
     if platform in ("gpu", "cuda"):
+        # The combiner makes a bucket's all-reduce, of the tensors with its key (``ddp.py``); nothing is to copy them.
         joins = strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
