@@ -25,8 +25,7 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
         model: The model; one that was put into evaluation mode trains in it. It stays as it is;
             ``nnx.update(model, trainer.params(state), trainer.model_state(state))`` writes back what was trained.
         loss: ``(model, batch)`` to what a trainer's loss gives. It may change the model's state, as BatchNorm does;
-            what it writes into an ``nnx.Param`` is lost, as ``nnx.WeightNorm`` does. Every random stream of the model
-            has a key of its own for each rank, step and micro-batch.
+            what it writes into an ``nnx.Param``, as ``nnx.WeightNorm`` does, is lost.
         has_aux: As of the trainer.
 
     Returns:
@@ -38,9 +37,6 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
-        if not isinstance(model_state, nnx.State):
-            kind = type(model_state).__name__
-            raise ValueError(f"model_state (={kind}) must be that of from_nnx: give the trainer has_state=True")
         # Without a copy it would share its random streams with the model, which JAX refuses to change in a trace.
         merged = nnx.merge(graph, params, streams, model_state, copy=True)
         if key is None:

@@ -27,11 +27,6 @@ class Weighted(NamedTuple):
         weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
             the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative or infinite weight
             makes loss and gradients of all ranks NaN.
-
-    Example:
-        >>> def loss_fn(params, batch):
-        ...     error = (batch["x"] * params["w"] - batch["y"]) ** 2
-        ...     return Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
     """
 
     total: jax.Array
@@ -130,16 +125,12 @@ class Parts(NamedTuple):
     aux: Any  # tree of Part, Sum and PerExample
 
 
+# ``(params, model_state, batch, key) -> (total, (Parts, next model_state))``, to be differentiated in ``total``.
 PartialLoss = Callable[[Any, Any, Any, jax.Array | None], tuple[jax.Array, tuple[Parts, Any]]]
-"""``(params, model_state, batch, key) -> (total, (Parts, next model_state))``."""
 
 
 def partial_loss(loss_fn: Callable[..., Any], has_aux: bool, has_state: bool = False) -> PartialLoss:
-    """Wraps a user's loss function, as ``Trainer`` takes it, to be differentiated in ``total``.
-
-    Aux values that are floating scalars are averaged with the loss's weights, ``Weighted`` ones with their own. The
-    model state is ``()`` without ``has_state``.
-    """
+    """Wraps a user's loss function, as ``Trainer`` takes it; the model state is ``()`` without ``has_state``."""
     call = with_key(loss_fn, has_state)
     expected = "(loss, (new_state, aux))" if has_state and has_aux else f"(loss, {'new_state' if has_state else 'aux'})"
 

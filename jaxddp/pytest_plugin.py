@@ -3,13 +3,13 @@
     def test_the_step_sends_one_all_reduce(assert_collectives):
         assert_collectives(train_step, (state, batch), [("all-reduce", 4096)], target="h100:8")
 
-    def test_no_layer_is_gathered_twice(assert_collectives):
+    def test_it_gathers_in_no_loop(assert_collectives):
         assert_collectives(train_step, (state, batch), not_in_loops=["all-gather"], reduced_once=True, max_bytes=2**30)
 
     def test_the_step_sends_what_it_sent(assert_collectives_match):
         assert_collectives_match(train_step, (state, batch), "step.collectives")      # written by --update-collectives
 
-A target needs no accelerator. JAX is imported when a fixture is used.
+JAX is imported when a fixture is used.
 """
 
 import warnings
@@ -48,7 +48,6 @@ def assert_collectives_match(request: Any) -> Callable[..., None]:
         if request.config.getoption("--update-collectives"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{count} x {line}\n" for line, count in sorted(_counts(found).items())))
-            return
         if not path.exists():
             pytest.fail(f"{path} is missing: pytest --update-collectives writes it")
         lines = (text.partition(" x ") for text in filter(None, path.read_text().splitlines()))
@@ -76,8 +75,7 @@ def check_collectives(
             iteration. None: any.
         target: Machines that are not here, such as ``h100:8``.
         not_in_loops: Kinds that must not stand in a loop.
-        reduced_once: Whether no reduction may stand in a loop over micro-batches, which is one that holds forward and
-            backward: a loop differentiated as a whole looks like one over layers.
+        reduced_once: Whether no reduction may stand in a loop that holds forward and backward, as over micro-batches.
         max_bytes: Of the full buffers of all collectives together.
     """
     __tracebackhide__ = True

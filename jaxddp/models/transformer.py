@@ -1,7 +1,6 @@
 """A decoder-only transformer: pre-norm RMSNorm, RoPE, causal attention, SwiGLU, no biases, untied head.
 
-A model of ``L`` blocks has ``9 L + 3`` parameters, registered in forward order, each a leaf of its own. Their dtype is
-the compute dtype; the RoPE tables are rounded to it once, from float64.
+A model of ``L`` blocks has ``9 L + 3`` parameters. Their dtype is the compute dtype.
 
 References:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -10,6 +9,7 @@ References:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,12 +55,8 @@ class _Linear(nnx.Linear):
         return super().__call__(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
 
-def _linear(in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return _Linear(in_features, out_features, use_bias=False, kernel_init=_init, rngs=rngs)
-
-
-def _rms_norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(width, epsilon=NORM_EPS, rngs=rngs)
+_linear = partial(_Linear, use_bias=False, kernel_init=_init)
+_rms_norm = partial(nnx.RMSNorm, epsilon=NORM_EPS)
 
 
 class Attention(nnx.Module):
@@ -68,10 +64,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
-        self.query = _linear(config.width, config.width, rngs)
-        self.key = _linear(config.width, config.width, rngs)
-        self.value = _linear(config.width, config.width, rngs)
-        self.output = _linear(config.width, config.width, rngs)
+        self.query = _linear(config.width, config.width, rngs=rngs)
+        self.key = _linear(config.width, config.width, rngs=rngs)
+        self.value = _linear(config.width, config.width, rngs=rngs)
+        self.output = _linear(config.width, config.width, rngs=rngs)
 
     def __call__(self, x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
         """Maps ``[batch, length, width]`` to the same shape; a position sees itself and those before it."""
@@ -92,9 +88,9 @@ class FeedForward(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = _linear(config.width, config.hidden, rngs)
-        self.up = _linear(config.width, config.hidden, rngs)
-        self.down = _linear(config.hidden, config.width, rngs)
+        self.gate = _linear(config.width, config.hidden, rngs=rngs)
+        self.up = _linear(config.width, config.hidden, rngs=rngs)
+        self.down = _linear(config.hidden, config.width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., width]`` to the same shape."""
@@ -105,9 +101,9 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _rms_norm(config.width, rngs)
+        self.attention_norm = _rms_norm(config.width, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = _rms_norm(config.width, rngs)
+        self.mlp_norm = _rms_norm(config.width, rngs=rngs)
         self.mlp = FeedForward(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
@@ -125,8 +121,8 @@ class Transformer(nnx.Module):
         # Embed fixes its output dtype when it is made; None lets the parameter decide, as in every other layer.
         self.embedding.dtype = None
         self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = _rms_norm(config.width, rngs)
-        self.head = _linear(config.width, config.vocab, rngs)
+        self.norm = _rms_norm(config.width, rngs=rngs)
+        self.head = _linear(config.width, config.vocab, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps token ids ``[batch, length]`` to logits of the next token, ``[batch, length, vocab]``."""
@@ -152,12 +148,6 @@ def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss,
 
     ``name_or_config`` is a name in ``SIZES``, or sizes. Parameters are nested dictionaries; a batch is integers,
     ``{"tokens", "targets": [batch, length]}``.
-
-    Example:
-        >>> loss_fn, params = build("tiny")
-        >>> tokens = jnp.zeros((2, 16), int)
-        >>> loss_fn(params, {"tokens": tokens, "targets": tokens}).shape
-        ()
     """
     return _functional(Transformer(config_of(name_or_config), rngs=nnx.Rngs(seed)))
 

@@ -16,8 +16,7 @@ from ..layout import Leaf
 from ..tree import is_key, named_leaves
 from .programs import no_mesh
 
-PIECE_BYTES = 2**25
-"""Size of the pieces in which process 0 broadcasts an array."""
+PIECE_BYTES = 2**25  # in which process 0 broadcasts an array
 
 
 def describe(tree: Any) -> dict[str, str]:
@@ -26,10 +25,7 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def from_first_process(tree: Any) -> Any:
-    """Gives every process the arrays of process 0, as NumPy arrays; no device ever holds more than one piece.
-
-    Structure, shapes and dtypes are the same in every process. Typed RNG keys stay what they are.
-    """
+    """Gives every process the arrays of process 0, as NumPy arrays or keys; no device ever holds more than a piece."""
 
     def receive(array: Any) -> Any:
         if isinstance(array, jax.Array) and is_key(array):
@@ -49,8 +45,7 @@ def from_first_process(tree: Any) -> Any:
 def place(tree: Any, layout: Any, mesh: Mesh | AbstractMesh, axis: Axis | None = None) -> Any:
     """Copies full arrays onto the ranks, as ``layout`` has them; no device ever holds more of a leaf than it keeps.
 
-    The arrays, the same in every process, stay the caller's. Ranks lie along ``axis``, all axes of the mesh if None.
-    Keys may be given as their data.
+    Ranks lie along ``axis``, all axes of the mesh if None. Keys may be given as their data.
     """
 
     def put(array: Any, leaf: Leaf) -> jax.Array:

@@ -1,7 +1,6 @@
 """The programs of one model under one trainer: traced, planned, and compiled once for each shape of state and batch.
 
-A rank's step becomes a program over a mesh by ``shard_map``: the batch is split by rank, the state lies as its layout
-says, and the compile options keep the plan.
+A rank's step becomes a program over a mesh by ``shard_map``.
 """
 
 import math
@@ -29,9 +28,8 @@ from .step import Run, TrainState
 from .validation import abstract, check_batch, host_arrays, signature
 from .xla import compile_options
 
+# ``(function, args, **options)`` to a compiled program; the options are those of ``jax.jit``.
 Compile = Callable[..., Any]
-"""``(function, args, **options)`` to a compiled program; the options are those of ``jax.jit``."""
-
 StepFunction = tuple[Callable[..., Any], tuple[Any, Any], dict[str, Any]]
 """A function over a mesh, its abstract arguments, and the options of ``jax.jit`` to compile it with."""
 
@@ -56,9 +54,6 @@ class Programs:
     """Plans and programs of one model over one mesh, made when they are first asked for.
 
     Attributes:
-        layout: How the model's training state lies over the ranks.
-        run: What its step is made of.
-        platform: Of the mesh.
         held: Describes a state of step 0, as it lies over the ranks, without a model state.
         shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
         batch_sharding: That of the arrays of a batch, split along dimension 0.

@@ -93,8 +93,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Any], Any]:
     """Takes one step of this rank's state and examples, inside ``shard_map`` with ``check_vma`` off.
 
-    ``backward`` is that of a micro-batch. Returns the next state; the metrics, equal on every rank; and the weight of
-    all examples, None without weights.
+    ``backward`` is that of a micro-batch. Returns the next state, the metrics, and the weight of all examples or None.
     """
     ranks, strategy, layout = run.layout.ranks, run.strategy, run.layout
     # Dropout must differ between ranks and steps, and repeat with the seed.
@@ -153,8 +152,7 @@ def auto_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
     """The baseline of all strategies: a step to be jitted with a replicated state and a batch sharded by rank.
 
-    XLA's partitioner adds the reductions, merges them, and schedules them by its own model of the network. The metrics
-    are those of ``train_step``.
+    XLA's partitioner adds the reductions, merges and schedules them. The metrics are those of ``train_step``.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -272,7 +270,7 @@ def guarded_step(
     """A step whose result is the state before it, bit for bit but for its number, where it must not move anything.
 
     That is where the whole batch has no weight, since weight decay and momentum would move parameters, and with
-    ``"skip"`` where a number is not finite. Loss, norm and model state are equal on all ranks, so all decide alike.
+    ``"skip"`` where a number is not finite: all ranks have the same, and decide alike.
     """
     new, metrics, weight = step(state, batch)
     conditions = [] if weight is None else [weight != 0]

@@ -137,11 +137,6 @@ class Trainer:
             raise ValueError(f"param_specs must be given if, and only if, the mesh has axes beside {self.ranks.axis}")
         compiler_of(self.mesh)
 
-    def __repr__(self) -> str:
-        """In one line."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
-
     @cached_property
     def ranks(self) -> Ranks:
         """The ranks, by mesh axes."""
@@ -390,7 +385,7 @@ class Trainer:
         """Tells the watchdog of a step, or of another call that takes all processes, and of a result that it adds."""
         results: list[Any] = []
         # In a job, a trainer may be of this process's devices alone.
-        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) and jax.process_count() > 1 else ()
+        devices: Any = self.mesh.devices.flat if jax.process_count() > 1 else ()
         spans_job = len({one.process_index for one in devices}) == jax.process_count()
         if spans_job:
             begin_step(is_call)

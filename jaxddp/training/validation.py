@@ -20,10 +20,7 @@ def check_state(state: TrainState) -> tuple[list[Any], Any]:
     if not isinstance(state, TrainState):
         raise ValueError(f"state (={type(state).__name__}) must be a TrainState, as Trainer.init gives it")
     leaves, structure = jax.tree.flatten(state)
-    try:
-        gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]
-    except jax.errors.ConcretizationTypeError as error:
-        raise ValueError("state must not be traced: a trainer compiles; Trainer.compile gives the program") from error
+    gone = [getattr(leaf, "is_deleted", bool)() for leaf in leaves]  # JAX refuses to say it of what is traced
     if any(gone):
         name = [*named_leaves(state)][gone.index(True)]
         raise ValueError(f"state (={name!r}) was donated to an earlier step: use the state that it returned, or a copy")
