@@ -2,16 +2,12 @@
 
     plain.py                        every strategy in its shortest form: read it first
     strategy.py ddp.py zero         the contract of a strategy; four of full parameters; those that shard
-    communication                   collectives, packed buffers, hooks, reductions
-    training models checkpoint      the trainer, models to train, checkpoints and weights
-    mesh.py tree.py loss.py         ranks; names of leaves; what a loss function returns
-    processes                       the job of a launcher: joining it, and ending it when a process is lost
-    network planning                times of collectives, cost formulas and chips: no framework
-    instruments                     look from outside: read compiled programs, compile for absent machines, simulate
-    parity                          your own training, step or model beside one device and PyTorch
-    cli                             ``python -m jaxddp``
+    communication training          collectives, packed buffers, hooks, reductions; the trainer
+    checkpoint processes            checkpoints and weights; joining a job, and ending it when a process is lost
+    instruments network planning    read, compile for absent machines, simulate; times and costs, without a framework
+    parity cli                      your own training beside one device and PyTorch; ``python -m jaxddp``
 
-A public name is loaded when it is first used, so importing this package, its planner or ``planning`` imports no JAX.
+A public name is loaded when it is first used, so importing this package or its planner imports no JAX.
 """
 
 from importlib import import_module

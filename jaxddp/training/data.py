@@ -26,12 +26,8 @@ class Corpus:
     """Real text, one token a byte: the vocabulary is 256.
 
     Example:
-        >>> corpus = Corpus(context=64)  # the standard library's own sources
-        >>> batch = corpus.batch(0, 8)
-        >>> batch["tokens"].shape, batch["targets"].dtype
-        ((8, 64), dtype('int32'))
-        >>> bool((batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all())
-        True
+        >>> Corpus(context=64).batch(0, 8)["tokens"].shape  # of the standard library's own sources
+        (8, 64)
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, context: int = 128, holdout: float = 0.05):

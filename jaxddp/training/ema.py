@@ -20,21 +20,12 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
     It starts at the parameters, so there is no bias to correct. ``Trainer.averaged`` gives a state of the averages, to
     evaluate or to read. Updates are passed on as they are. Raises a ValueError if ``decay`` is not from 0 to below 1.
-
-    Example:
-        >>> optimizer = optax.chain(optax.sgd(1.0), params_ema(0.5))
-        >>> params = {"w": jnp.zeros(1)}
-        >>> _, state = optimizer.update({"w": -jnp.ones(1)}, optimizer.init(params), params)
-        >>> float(state[1].ema["w"][0])
-        0.5
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay (={decay!r}) must be at least 0 and below 1")
 
     def update(updates: Any, state: EmaState, params: Any = None, **extra_args: Any) -> tuple[Any, EmaState]:
         del extra_args
-        if params is None:
-            raise ValueError("params_ema must be given the parameters: call update(updates, state, params)")
         new = optax.apply_updates(params, updates)
         return updates, EmaState(optax.incremental_update(new, state.ema, 1 - decay))
 

@@ -166,16 +166,6 @@ def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) 
 
     ``grad_fn`` gives one rank's gradients, as ``jax.grad(loss_fn)`` does; it is traced with its ``args``, arrays or
     ``jax.ShapeDtypeStruct``. One that uses a mesh axis raises a NameError outside of ``jax.shard_map``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> def loss_fn(params, x):
-        ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
-        >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1)), "unused": jnp.ones(5)}
-        >>> from jaxddp import overlapped
-        >>> plan = plan_gradients(overlapped(), jax.grad(loss_fn), params, jnp.ones((4, 2)))
-        >>> plan.names, plan.constants
-        (('b', 'a'), ('unused',))
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     return plan_trace(strategy, trace_gradients(grad_fn, *args))
@@ -201,18 +191,14 @@ def shard_optimizer(
     ============ ========================= ===========================
 
     Call ``init`` and ``update`` inside ``jax.shard_map`` or ``jax.pmap``; ``sharded_specs`` gives the state's specs.
-    Give ``update`` gradients that are not yet summed over ranks: it averages them. Compile the caller with
-    ``jaxddp.compile_options(jaxddp.zero1(), platform)``, or XLA merges the buckets.
+    Compile the caller with ``jaxddp.jit(..., jaxddp.zero1())``, or XLA merges the buckets.
 
     Args:
-        optimizer: Element-wise.
+        optimizer: Element-wise; ``init`` raises a ValueError if it is not.
         axis: Name of the mesh axis.
         bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
         max_grad_norm: Clips the norm of the averaged gradient to this value; where parameters are split over other axes
             as well, that of each part by itself.
-
-    Returns:
-        The transformation. Its ``init`` raises ``ValueError`` if the optimizer is not element-wise.
     """
     check_optimizer(optimizer)
     check_kind("axis", axis, str, "the name of a mesh axis")
@@ -251,8 +237,7 @@ def shard_optimizer(
 def sharded_specs(optimizer: optax.GradientTransformation, params: Any, *, num_ranks: int, axis: str) -> Any:
     """The partition specs of the state of ``shard_optimizer``, for ``in_specs`` and ``out_specs``; a tree like it.
 
-    ``optimizer`` is the one that was wrapped, and ``params`` a tree of full arrays or ``jax.ShapeDtypeStruct``. Raises
-    a ValueError if the optimizer is not element-wise.
+    ``optimizer`` is the one that was wrapped, and ``params`` a tree of full arrays or ``jax.ShapeDtypeStruct``.
     """
     found = layout_shards(whole(params), optimizer, Ranks(axis, num_ranks, num_ranks))
     return jax.tree.map(lambda leaf: leaf.rank_spec(axis), found.opt_state)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..processes.replicas import replicas_differ
@@ -43,11 +42,10 @@ def check_replicas(trainer: Trainer, state: TrainState) -> None:
     if not leaves:
         return
     with trainer._watched(), no_mesh():
-        sums: Any = jnp.stack([_by_device(mesh, leaf.sharding.spec)(leaf) for leaf in leaves.values()])
-        if not sums.is_fully_addressable:
-            sums = multihost_utils.process_allgather(sums, tiled=True)
+        by_device = jnp.stack([_by_device(mesh, leaf.sharding.spec)(leaf) for leaf in leaves.values()])
+        sums = np.asarray(jax.device_put(by_device, NamedSharding(mesh, PartitionSpec())))
     differing: dict[str, list[int]] = {}
-    for (name, leaf), of_ranks in zip(leaves.items(), np.asarray(sums).tolist(), strict=True):
+    for (name, leaf), of_ranks in zip(leaves.items(), sums.tolist(), strict=True):
         parts = leaf.sharding.devices_indices_map(leaf.shape)
         groups: dict[str, list[int]] = {}  # ranks by the part of the leaf that they hold
         for rank, device in enumerate(mesh.devices.flat):

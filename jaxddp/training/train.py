@@ -185,7 +185,11 @@ class Trainer:
         if jax.process_count() > 1:
             held = {"parameter": describe(params), "model_state leaf": describe(model_state)}
             shapes = {f"{kind} {name!r}": text for kind, one in held.items() for name, text in one.items()}
-            check_alike(self._fingerprint() | shapes)
+            options = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite"
+            alike = {name: str(getattr(self, name)) for name in [*options.split(), "ranks"]}
+            alike |= {"jaxddp": __version__, "jax": jax.__version__, "strategy": self.strategy.name}
+            alike["layout"] = re.sub(r" at 0x[0-9a-f]+", "", f"{self.strategy.layout} {self.strategy.hook}")
+            check_alike(alike | shapes)
             check_alike({"optimizer": describe_update(self.optimizer, trained, list(self.mesh.shape.items()))})
             params, model_state, seed = from_first_process((params, model_state, seed))
         model, axis = self._describe(params), self.ranks.axis
@@ -238,8 +242,7 @@ class Trainer:
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
 
-        A loss function gets no key here: the default of its own, such as ``key=None``, says what it does then. With
-        ``has_state`` it must take one, and where it is None normalise by the running statistics.
+        A loss function gets no key here: with ``key=None`` it draws nothing, and normalises by running statistics.
 
         Args:
             state: Kept as it is.
@@ -257,7 +260,7 @@ class Trainer:
 
         Raises:
             ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
-                key, or takes none with ``has_state``; there are no examples; ``eval_fn`` returns anything else.
+                key, or has no parameter ``key`` with ``has_state``; there are no examples; ``eval_fn`` returns others.
         """
         self._check_devices("evaluate", "compile")
         measure = None if eval_fn is None else partial(measured, eval_fn, self.has_state)
@@ -447,14 +450,6 @@ class Trainer:
             raise ValueError("params cannot be told by their shards from another model's: make a Trainer for each")
         return self._models[key]
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must be alike in all processes, apart from parameters and batches."""
-        names = "num_microbatches has_aux has_state state_sync max_grad_norm compute_dtype grad_dtype nonfinite ranks"
-        options = {name: str(getattr(self, name)) for name in names.split()}
-        layout = re.sub(r" at 0x[0-9a-f]+", "", f"{self.strategy.layout} {self.strategy.hook}")
-        versions = {"jaxddp": __version__, "jax": jax.__version__}
-        return options | versions | {"strategy": self.strategy.name, "layout": layout}
-
     def _agree(self, model: Programs, batch: Any, state: TrainState | None = None) -> Any:
         """Places a batch; refuses processes whose batches differ or, to train, their plans."""
         if jax.process_count() == 1:
@@ -464,7 +459,14 @@ class Trainer:
         # over ranks would be one of unlike means.
         check_alike({"batch": ", ".join(f"{name} {text}" for name, text in describe(held).items())}, BATCH_S)
         if not model.batch_sharding.is_fully_addressable:  # else each process trains alone
-            self._compare_rows(held)
+            # Processes that have the same ranks, along other axes of the mesh, must have the same rows for them.
+            places = model.batch_sharding.addressable_devices_indices_map((self.num_ranks,))
+            ranks = str(sorted({index[0].start or 0 for index in places.values() if index}))
+            rows = b"".join(leaf.tobytes() for leaf in jax.tree.leaves(held) if not is_global(leaf))
+            said = [text.split("=") for text in gather_texts(f"{ranks}={zlib.crc32(rows)}", BATCH_S)]
+            for number, (theirs, checksum) in enumerate(said):
+                if checksum != next(one for ranks, one in said if ranks == theirs):
+                    raise ValueError(f"batch of process {number} must be the same as of another with ranks {theirs}")
         batch = self._place(model, batch)
         if state is not None:
             alike = {}
@@ -474,16 +476,6 @@ class Trainer:
                 alike["results and constant gradients"] = describe_results(model.trace(state, batch))
             check_alike(alike, BATCH_S)
         return batch
-
-    def _compare_rows(self, batch: Any) -> None:
-        """Refuses processes that have the same ranks, along other axes of the mesh, and other rows for them."""
-        places = self.batch_sharding.addressable_devices_indices_map((self.num_ranks,))
-        ranks = str(sorted({index[0].start or 0 for index in places.values() if index}))
-        rows = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(batch) if not is_global(leaf)]
-        said = [text.split("=") for text in gather_texts(f"{ranks}={zlib.crc32(b''.join(rows))}", BATCH_S)]
-        for number, (theirs, checksum) in enumerate(said):
-            if checksum != next(one for ranks, one in said if ranks == theirs):
-                raise ValueError(f"batch of process {number} must be the same as of another with ranks {theirs}")
 
     def _place(self, model: Programs, batch: Any) -> Any:
         """Puts a batch on the devices: a process's own rows, or those of all ranks where there is one process."""

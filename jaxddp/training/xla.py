@@ -34,6 +34,12 @@ _OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "red
 _ON_SPARSE_CORES: dict[str, str | int | bool] = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
 }
+# Each round of a loop starts what the next one needs; the options had other names before jaxlib 0.11.1.
+_KINDS_IN_LOOPS = ("all_gather", "reduce_scatter")
+_AHEAD_IN_LOOPS: dict[bool, dict[str, str | bool]] = {
+    True: {f"xla_gpu_enable_pipelined_{kind}": True for kind in _KINDS_IN_LOOPS},
+    False: {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in _KINDS_IN_LOOPS},
+}
 _AHEAD_IN_LOOPS_ON_TPUS = {
     **{f"xla_tpu_enable_ici_{kind}_pipelining": True for kind in ("ag", "rs")},
     # Else a scatter starts when the gather for the next round is done, which is at the round's end.
@@ -47,11 +53,6 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     On CPUs and TPUs, and of strategies that all-reduce, the list of disabled passes replaces that of ``XLA_FLAGS``. The
     platform is ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``. Raises a
     ValueError if it is another, or the strategy is none.
-
-    Example:
-        >>> import jaxddp
-        >>> jaxddp.compile_options(jaxddp.bucketed(25), "gpu")["xla_gpu_all_gather_combine_threshold_bytes"]
-        0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
@@ -59,27 +60,16 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
     if platform in ("gpu", "cuda"):
         # The combiner makes a bucket's all-reduce, of the tensors with its key (``ddp.py``); nothing is to copy them.
         joins = strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
+        is_old = tuple(map(int, re.findall(r"\d+", jaxlib.version.__version__)[:3])) < (0, 11, 1)
         return {
             "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: "all-reduce-contiguous"} if joins else {}),
-            **(_ahead_in_loops() if strategy.gathers_in_loss else _START_EARLY),
-            **(_BY_NCCL if _jaxlib() >= (0, 11, 1) else {}),
+            **(_AHEAD_IN_LOOPS[is_old] if strategy.gathers_in_loss else _START_EARLY),
+            **({} if is_old else _BY_NCCL),
         }
     if platform == "tpu":
         ahead = _AHEAD_IN_LOOPS_ON_TPUS if strategy.gathers_in_loss else {}
         return _ON_SPARSE_CORES | ahead | {_DISABLE: "all-reduce-combiner"}
     raise ValueError(f"unknown platform {platform!r}: one of cpu, gpu, cuda, tpu")
-
-
-def _ahead_in_loops() -> dict[str, str | bool]:
-    """Lets each round of a loop start what the next one needs; the options have other names since jaxlib 0.11.1."""
-    kinds = ("all_gather", "reduce_scatter")
-    if _jaxlib() < (0, 11, 1):
-        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
-
-
-def _jaxlib() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
