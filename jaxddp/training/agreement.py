@@ -34,10 +34,9 @@ def warn_if_alone() -> None:
 
 
 def check_alike(alike: Mapping[str, Any], timeout_s: float = 3600.0) -> None:
-    """Compares entries that must be the same in all processes; every process calls it, as often as the others.
+    """Compares entries that must be the same in all processes, each of which calls it as often as the others.
 
-    If one differs, every process raises a ValueError, whose line names the first such entry and the processes. So does
-    one that waits in vain for another, or has joined no job.
+    A ValueError names the first that differs and the processes; so does one that waits in vain, or has joined no job.
     """
     if jax.process_count() == 1:
         return

@@ -2,11 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-
-Result = TypeVar("Result")
 
 
 class Timings(NamedTuple):
@@ -27,7 +25,7 @@ def summarize(seconds: Sequence[float]) -> Timings:
     return Timings(median, p10, p90)
 
 
-def stopwatch(function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
+def stopwatch(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """Gives the result of a call, and its seconds. JAX and CUDA return early: what is timed waits for its results."""
     start = time.perf_counter()
     result = function(*args)

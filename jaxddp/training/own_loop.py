@@ -122,13 +122,12 @@ def sync_gradients(
 ) -> Any:
     """Sums a tree of gradients over the ranks of an axis as planned, and divides once; gives a tree like it.
 
-    For use inside ``jax.shard_map`` or ``jax.pmap``, on gradients of the rank's own loss. Compile the caller with
-    ``jaxddp.compile_options``, or XLA merges the collectives into one.
+    For use inside ``jax.shard_map`` or ``jax.pmap``. Compile the caller with ``jaxddp.jit``, or XLA merges the
+    collectives into one.
 
     Args:
-        grads: A tree of gradients.
-        plan: What to send and what is constant, by the leaves' paths; ``plan_gradients`` makes it. On one rank any
-            plan will do, since nothing is sent.
+        grads: A tree of gradients of the rank's own loss.
+        plan: What to send and what is constant, by the leaves' paths; ``plan_gradients`` makes it.
         axis: Name of the mesh axis.
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
         hook: How a bucket is summed, as ``bucketed`` takes it.

@@ -88,10 +88,7 @@ class Programs:
             return jax.jit(init, out_shardings=self.shardings.opt_state)(updated)
 
     def trace(self, state: TrainState, batch: Any) -> GradientTrace:
-        """Traces one rank's backward pass, once for each shape: gradients in the order in which they become ready.
-
-        Tensors have the shapes of the blocks on a device, if other axes of the mesh split them.
-        """
+        """Traces one rank's backward pass, once for each shape: gradients in the order in which they become ready."""
         run = self.run
         check_batch(batch, run.layout.ranks.num_ranks, run.num_microbatches)
         state, batch = self._typed(state, batch)
@@ -110,7 +107,7 @@ class Programs:
             with no_mesh():
                 jax.eval_shape(self._map(on_rank, (self._specs, P(self._axis)), P()), state, batch)
             (trace,) = found
-            if self.layout.ranks.other_axes:
+            if self.layout.ranks.other_axes:  # a device sends blocks
                 blocks = {name: leaf.block for name, leaf in named_leaves(self.layout.params).items()}
                 tensors, constants = (
                     {at: one._replace(shape=blocks[one.name]) for at, one in some.items()}
@@ -121,7 +118,7 @@ class Programs:
         return self._traces[key]
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        """Gives the bucket plan of the step; on one rank nothing is communicated."""
+        """Gives the bucket plan of the step, in the order of the trace; on one rank nothing is communicated."""
         dtypes = {name: str(leaf.dtype) for name, leaf in named_leaves(self.layout.params).items()}
         plan = plan_trace(self.run.strategy, self.trace(state, batch), dtypes)
         return plan if self.layout.ranks.num_ranks > 1 else replace(plan, buckets=(), gathers=())

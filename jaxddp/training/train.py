@@ -202,10 +202,7 @@ class Trainer:
         return TrainState(step, params, opt_state, key, place(model_state, whole(model_state), self.mesh))
 
     def abstract_state(self, params: Any, model_state: Any = None) -> TrainState:
-        """Describes the state of step 0 without making it, for ``plan``, ``planned`` and ``compile``.
-
-        Takes what ``init`` takes, or ``jax.ShapeDtypeStruct``, and gives a state of ``jax.ShapeDtypeStruct``.
-        """
+        """Describes the state of step 0 by ``jax.ShapeDtypeStruct``, of what ``init`` takes or its shapes."""
         check_params(params, self.trainable)
         model_state = self._checked_model_state(model_state)
         return self._describe(params).held._replace(model_state=abstract(model_state))
@@ -360,10 +357,7 @@ class Trainer:
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 
     def plan(self, state: TrainState, batch: Any) -> BucketPlan:
-        """Gives the bucket plan of the step, in the order in which the traced backward finishes the gradients.
-
-        Constant gradients are left out, because XLA drops their reduction. On one rank nothing is communicated.
-        """
+        """Gives the bucket plan of the step, without constant gradients; on one rank nothing is communicated."""
         return self.programs(state).plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:

@@ -78,10 +78,7 @@ def count_examples(batch: Any) -> int:
 
 
 def host_arrays(batch: Any) -> Any:
-    """Turns arrays in a batch, such as PyTorch's tensors, into NumPy's, and casts them to the dtypes that JAX keeps.
-
-    Refuses an integer that does not fit into what JAX keeps of it, 32 bits without x64.
-    """
+    """Turns arrays in a batch, such as PyTorch's tensors, into NumPy's of the dtypes that JAX keeps, if they fit."""
     leaves, structure = jax.tree.flatten(batch)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
