@@ -35,7 +35,7 @@ def value_and_grad(
 
     Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
     merges the collectives otherwise. Over other axes of the mesh nothing is summed but what autodiff sums. A gradient
-    that is zero whatever the batch is, as of an unused parameter, is not sent.
+    that is zero whatever the batch is, as of an unused parameter, is not sent. ``docs/training.md`` has an example.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -57,20 +57,6 @@ def value_and_grad(
     Raises:
         ValueError: If the strategy shards; where the function is called, if the loss is not a scalar, or the results
             are differentiated again without ``check_vma``.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> import jaxddp
-        >>> def loss_fn(params, batch):
-        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> strategy, mesh = jaxddp.bucketed(25), jaxddp.data_mesh(4)
-        >>> step = jaxddp.value_and_grad(loss_fn, strategy)
-        >>> step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.ones((8, 1))}
-        >>> loss, grads = jaxddp.jit(step, strategy)({"w": jnp.zeros((3, 1))}, batch)
-        >>> float(loss)
-        1.0
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_kind("axis", axis, str, "the name of a mesh axis")
@@ -95,7 +81,7 @@ def value_and_grad(
         trace = trace_gradients(local_grads, params, batch, has_aux=True).with_constants_sent()
         plan = plan_trace(strategy, trace)
         plan = plan if num_ranks > 1 else replace(plan, buckets=())
-        local, (parts, _) = local_grads(params, batch)
+        local, (parts, _) = trace(params, batch)
         parts = sum_over_ranks(parts, Ranks(axis, num_ranks, num_ranks))
         value, aux = divide(parts, num_ranks)
         divisor = denominator(parts.loss, num_ranks)
