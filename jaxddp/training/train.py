@@ -239,7 +239,8 @@ class Trainer:
     def evaluate(self, state: TrainState, batches: Any, eval_fn: Callable[..., Any] | None = None) -> Any:
         """Gives the mean loss of a batch, or what ``eval_fn`` measures of one or several, without gradients.
 
-        A loss function gets no key here: with ``key=None`` it draws nothing, and normalises by running statistics.
+        A loss function gets no key here, so its default counts: where ``key`` is None it must draw nothing, and with
+        ``has_state`` normalise by the running statistics.
 
         Args:
             state: Kept as it is.
@@ -256,8 +257,8 @@ class Trainer:
             of single examples in the order of the batches and, within one, of the processes.
 
         Raises:
-            ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, ``loss_fn`` needs a
-                key, or has no parameter ``key`` with ``has_state``; there are no examples; ``eval_fn`` returns others.
+            ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, there are no
+                examples, ``eval_fn`` returns anything else, or ``loss_fn`` needs a key, or takes none with a state.
         """
         self._check_devices("evaluate", "compile")
         measure = None if eval_fn is None else partial(measured, eval_fn, self.has_state)
