@@ -37,6 +37,9 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
+        if not isinstance(model_state, nnx.State):
+            kind = type(model_state).__name__
+            raise ValueError(f"model_state (={kind}) must be that of from_nnx: give the trainer has_state=True")
         # Without a copy it would share its random streams with the model, which JAX refuses to change in a trace.
         merged = nnx.merge(graph, params, streams, model_state, copy=True)
         if key is None:

@@ -192,6 +192,12 @@ def test_each_call_of_a_linen_module_draws_a_mask_of_its_own():
     assert metrics["loss"] > 1e-3
 
 
+def test_a_forgotten_has_state_is_named():
+    loss_fn, params, _ = from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch)))
+    trainer = jaxddp.Trainer(loss_fn, optax.sgd(1.0), jaxddp.bucketed(), jaxddp.data_mesh(2))
+    assert "has_state=True" in refusal(trainer.step, trainer.init(params), np.ones((4, 3), np.float32))
+
+
 def test_a_model_that_is_trained_afterwards_leaves_the_parameters_as_they_were():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     kernel = np.asarray(model.kernel[...])

@@ -137,6 +137,11 @@ class Trainer:
             raise ValueError(f"param_specs must be given if, and only if, the mesh has axes beside {self.ranks.axis}")
         compiler_of(self.mesh)
 
+    def __repr__(self) -> str:
+        """In one line."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
+
     @cached_property
     def ranks(self) -> Ranks:
         """The ranks, by mesh axes."""
