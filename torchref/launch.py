@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_integer
-from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
+from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, print_line, waits
 from jaxddp.processes.roll_call import address_here, meet
-from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
 from jaxddp.processes.watchdog import refuse_second, watch
 

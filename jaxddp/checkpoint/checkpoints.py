@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..processes.watchdog import waiting
 from ..training.agreement import check_alike, gather_texts
 from ..training.placement import from_first_process
 from ..training.train import Trainer, TrainState
@@ -134,8 +133,7 @@ class Checkpoints(CheckpointFolder):
 
         forms = self._together(read)
         if jax.process_count() > 1:
-            with waiting():
-                arrays = from_first_process(arrays or {name: np.empty(*form) for name, form in forms.items()})
+            arrays = from_first_process(arrays or {name: np.empty(*form) for name, form in forms.items()})
         for name, array in arrays.items():
             dtype = about["leaves"][name]["dtype"]
             if not dtype.startswith("key<"):  # as its words

@@ -1,26 +1,20 @@
 """A folder of checkpoints: each is complete or not there, the newest are kept, damaged ones are passed over.
 
-``DIR/120`` is the checkpoint of step 120. In it:
-
-    ``state...``      arrays, in the format of the framework
-    ``about.json``    format, step, time, position in the data, what the package adds; size and CRC-32 of each file
-
-A save writes ``DIR/120.partial`` and renames it. One job at a time saves into a folder: it locks ``DIR/.writer``.
-
-In a job of several processes, process 0 alone writes and reads, and all raise what it raises.
-
-Both packages use this file; no framework is imported.
+``DIR/120`` holds step 120: ``state...``, arrays in the format of the framework, and ``about.json``: format, step, time,
+position in the data, what the package adds, size and CRC-32 of each file. A save writes ``DIR/120.partial`` and renames
+it. One job at a time saves into a folder, whose process 0 writes and reads: it locks ``DIR/.writer``. What process 0
+raises, all raise. Both packages use this file; no framework is imported.
 """
 
 import abc
 import contextlib
 import fcntl
+import io
 import itertools
 import json
 import os
 import shutil
 import socket
-import sys
 import warnings
 import weakref
 import zlib
@@ -144,12 +138,7 @@ class CheckpointFolder(abc.ABC):
         return found
 
     def _take_lock(self) -> None:
-        if self._lock is not None:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self._lock = _locks.get(_key(os.stat(self.directory / _WRITER)))
-        self._lock = self._lock or _Lock(self.directory)
+        self._lock = self._lock or _lock_of(self.directory)
 
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
@@ -166,7 +155,7 @@ class CheckpointFolder(abc.ABC):
 
         ``write`` writes the arrays into a folder, under names that begin with ``state``.
         """
-        step, path, outer = about["step"], self._path(about["step"]), sys.exception()  # the last: what a caller handles
+        step, path = about["step"], self._path(about["step"])
         partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
             partial.mkdir()
@@ -178,11 +167,8 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            # torch raises one of its own while it handles the system's.
-            of_system = [
-                one.strerror for one in (error, error.__context__) if isinstance(one, OSError) and one is not outer
-            ]
-            reason = next(filter(None, of_system), None) or str(error).partition("\n")[0]
+            of_system = error if isinstance(error, OSError) else error.__context__  # while torch handles that
+            reason = getattr(of_system, "strerror", None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -232,44 +218,44 @@ class CheckpointFolder(abc.ABC):
         return self.directory / str(step)
 
 
-class _Lock:
-    """A folder's lock, until nothing of this process refers to it; the system drops that of a process that ends.
+class _Lock(io.FileIO):
+    """A locked file, until nothing of this process refers to it; the system unlocks those of a process that ends."""
 
-    A file system without locks has none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        file = open(folder / _WRITER, "a+b", buffering=0)
-        try:
-            self._take(folder, file)
-        except BaseException:
-            file.close()
-            raise
-        weakref.finalize(self, file.close)
-        _locks[_key(os.fstat(file.fileno()))] = self
-        for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
-            if left.stem.isdecimal():
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
-
-    def _take(self, folder: Path, file: Any) -> None:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
-        except BlockingIOError:
-            file.seek(0)
-            holding = file.read().decode() or "another process"
-            said = f"directory (={str(folder)!r}) is being written to by {holding}"
-            raise ValueError(f"{said}: let that finish, or save into another folder") from None
-        except OSError:  # a file system without locks
-            pass
-        if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
-            raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    def __del__(self) -> None:
+        self.close()
 
 
 # By file, shared by all that save there: closing a file drops all locks that the process has on it. A fork has none.
 _locks: weakref.WeakValueDictionary[tuple[int, int], _Lock] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_locks.clear)
+
+
+def _lock_of(folder: Path) -> _Lock:
+    """Locks a folder, unless this process has, and removes what killed processes have left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if held := _locks.get(_key(os.stat(folder / _WRITER))):
+            return held
+    if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
+        raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
+    lock = _Lock(folder / _WRITER, "a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except BlockingIOError:
+        lock.seek(0)
+        holding = lock.read().decode() or "another process"
+        lock.close()  # the error may be kept, and closing it later would drop a lock that was taken since
+        said = f"directory (={str(folder)!r}) is being written to by {holding}"
+        raise ValueError(f"{said}: let that finish, or save into another folder") from None
+    except OSError:  # a file system without locks
+        pass
+    _locks[_key(os.fstat(lock.fileno()))] = lock
+    for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
+        if left.stem.isdecimal():
+            shutil.rmtree(left, ignore_errors=True)
+    return lock
 
 
 def _key(file: os.stat_result) -> tuple[int, int]:

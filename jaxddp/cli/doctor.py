@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import __version__
 from ..plugins import cuda_plugins
@@ -17,6 +17,7 @@ from ..processes.job import find_job, visible_gpus
 from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
+Line = tuple[str, str, str]  # status, subject, and what was found, with what to do unless it is ok
 _TIMEOUT_S = 180.0
 _GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -50,15 +51,6 @@ _OVERRIDES = {
 }
 
 
-class Line(NamedTuple):
-    """One fact of the report: what was found and, unless it is ok, what to do."""
-
-    subject: str
-    found: str
-    advice: str = ""
-    status: str = OK
-
-
 def add_parser(commands: Any) -> None:
     """Adds the command ``doctor`` to argparse's subparsers."""
     parser = commands.add_parser(
@@ -68,40 +60,55 @@ def add_parser(commands: Any) -> None:
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
-    lines = list(examine())
-    shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
-    print(json.dumps([line._asdict() for line in lines]) if arguments.json else "\n".join(shown))
-    return int(any(line.status == FAIL for line in lines))
+    statuses = []
+    for status, subject, found in examine():
+        print(f"{status:4}  {subject:10}  {found}", flush=True)
+        statuses.append(status)
+    return int(FAIL in statuses)
 
 
 def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
     cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
-    yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
+    yield OK, "jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}"
     gpus = environment.gpus()
-    yield from _gpu_lines(gpus)
+    if not gpus and _DRIVER.exists():
+        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        yield FAIL, "GPUs", f"none{hidden}: nvidia-smi must list them: is it installed, and does it run?"
+    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
+        yield OK, "GPUs", f"{count} x {name}, driver {driver}"
     for framework in _ASK:
         yield _framework_line(framework, ask(framework), len(gpus))
     libraries = environment.cuda_libraries()
-    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
-    yield Line("libraries", versions or "no wheels of CUDA")
+    yield OK, "libraries", ", ".join(map(" ".join, libraries.items())) or "no wheels of CUDA"
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
         if len(owners := [name for name in libraries if library in name]) > 1:
-            yield Line("libraries", f"{' and '.join(owners)} own one file", "install .[cuda12] or .[cuda13] anew", FAIL)
+            yield FAIL, "libraries", f"{' and '.join(owners)} own one file: install .[cuda12] or .[cuda13] anew"
     if len(plugins := cuda_plugins()) > 1:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
-        yield Line("libraries", " and ".join(plugins), advice, FAIL)
-    yield _job_line()
-    yield from _memory_lines(gpus)
+        yield FAIL, "libraries", f"{' and '.join(plugins)}: {advice}"
+    try:
+        job = find_job()
+        chosen = job and job.local_devices(len(visible_gpus()))
+        yield OK, "job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process"
+    except ValueError as error:
+        yield FAIL, "job", f"the launcher's variables contradict each other: {error}"
+    yield OK, "memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free"
+    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
+        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
+        yield NOTE, "memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free: {advice}"
+    for gpu in gpus:
+        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
+            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
+            yield NOTE, "memory", f"{free}: other processes hold the rest: nvidia-smi names them"
     for name, value in environment.variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
-        yield Line("variable", f"{name}={value}", advice, NOTE if advice else OK)
+        yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")
 
 
 def ask(framework: str) -> dict[str, Any] | str:
@@ -117,44 +124,16 @@ def ask(framework: str) -> dict[str, Any] | str:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _gpu_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
-    if not gpus and _DRIVER.exists():
-        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-        yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
-    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
-        yield Line("GPUs", f"{count} x {name}, driver {driver}")
-
-
 def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:
     if isinstance(answer, str):
         if framework == "torch" and "No module named 'torch'" in answer:
-            return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
-        return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
+            return NOTE, framework, "not installed: torchref needs it: install .[torch]"
+        return FAIL, framework, f"{answer}: {framework} must start here: reinstall it, or end what holds the GPUs"
     found = answer["devices"]
     said = f"{answer['version']} on {len(found)} x {found[0]}"
     if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
         install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
-        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {install}", FAIL)
+        return FAIL, framework, f"{said}: it finds none of {num_gpus} GPUs: {install}"
     if answer["platform"] == "gpu" and len(found) < num_gpus:
-        return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
-    return Line(framework, said)
-
-
-def _job_line() -> Line:
-    try:
-        job = find_job()
-        chosen = job and job.local_devices(len(visible_gpus()))
-    except ValueError as error:
-        return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
-    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process")
-
-
-def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
-    yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
-    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
-        advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
-        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free", advice, NOTE)
-    for gpu in gpus:
-        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
-            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
-            yield Line("memory", free, "other processes hold the rest: nvidia-smi names them", NOTE)
+        return NOTE, framework, f"{said}: there are {num_gpus} GPUs"
+    return OK, framework, said

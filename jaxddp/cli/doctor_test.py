@@ -1,6 +1,5 @@
 """The doctor's report, of this machine and of faked ones."""
 
-import json
 import os
 import subprocess
 import sys
@@ -40,13 +39,13 @@ def machine(monkeypatch):
 
 
 def wrong(lines):
-    return [(line.status, line.subject, line.advice) for line in lines if line.status != OK]
+    return [line for line in lines if line[0] != OK]
 
 
 def test_a_machine_on_which_all_is_well(machine):
     lines = machine(libraries={"nvidia-nccl-cu13": "2.29.7"})
     assert wrong(lines) == []
-    said = {line.subject: line.found for line in lines}
+    said = {subject: found for _, subject, found in lines}
     assert said["GPUs"] == f"8 x {H100}, driver 580.65.06"
     assert said["jaxddp"].endswith(" 16 of 208 cores for this process")
     assert said["JAX"] == f"0.10.2 on 8 x {H100}"
@@ -77,19 +76,18 @@ def test_what_is_wrong_has_a_line_with_what_to_do(changed, variables, status, su
     for name, value in ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"} | variables).items():  # of 8 nothing is said
         monkeypatch.setenv(name, value)
     ((found, where, what),) = wrong(machine(**changed))
-    assert (found, where) == (status, subject) and what.startswith(advice)
+    assert (found, where) == (status, subject) and advice in what
 
 
 @pytest.mark.smoke
 def test_this_machine_is_reported_by_processes_that_end():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "WARN"}
-    command = [sys.executable, "-m", "jaxddp", "doctor", "--json"]
+    command = [sys.executable, "-m", "jaxddp", "doctor"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    lines = json.loads(done.stdout)
-    assert done.returncode == int(any(line["status"] == FAIL for line in lines))
-    of = {line["subject"]: line for line in lines}
-    assert of["JAX"]["status"] == OK and of["JAX"]["found"].endswith(" x cpu")
-    assert any(line["found"] == "NCCL_DEBUG=WARN" and line["status"] == OK for line in lines)
+    lines = done.stdout.splitlines()
+    assert done.returncode == int(any(line.startswith(FAIL) for line in lines))
+    assert any(line.startswith("ok    JAX ") and line.endswith(" x cpu") for line in lines)
+    assert "ok    variable    NCCL_DEBUG=WARN" in lines
 
 
 def test_counting_gpus_takes_no_memory(monkeypatch):

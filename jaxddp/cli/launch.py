@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import check_integer, check_positive
-from ..processes.job import STUCK_S, TOKEN, find_job
-from ..processes.stderr import print_line
+from ..processes.job import STUCK_S, TOKEN, find_job, print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .parser import noted_signals
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..processes.replicas import ReplicaError
-from ..processes.stderr import print_line
+from ..processes.job import print_line
+from ..processes.roll_call import ReplicaError
 from ..processes.watchdog import leave
 
 # What schedulers send before they end a job, and a terminal when it closes.

@@ -78,8 +78,8 @@ def check(
     """Trains under each strategy and on one device, and compares everything after every step.
 
     Args:
-        loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux, which must be of
-            the whole batch what it is of its parts together. It takes no key, of which ranks draw other numbers.
+        loss_fn: As of ``Trainer``, without a key, of which ranks draw other numbers; aux must be of the whole batch what
+            it is of its parts together.
         optimizer: Any optax transformation.
         params: A tree of arrays.
         batches: Global batches, one for each step, at least two; trees of arrays.
@@ -87,16 +87,13 @@ def check(
             takes every one, and records those that refuse the optimizer.
         num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
         atol: Largest difference of any element, of leaves with elements above 1 relative to the largest.
-        dtype: To which parameters and batches of floats are cast, complex ones alike; theirs if None.
+        dtype: To which floats are cast, complex ones alike; theirs if None.
         num_microbatches: As of ``Trainer``, as are the next two. One device takes each batch whole.
         max_grad_norm: One device clips as ``optax.clip_by_global_norm`` does.
         trainable: Predicate on a parameter's name.
         model_state: As of ``Trainer.init``; its statistics must be those of the whole batch.
         torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
             ``partial(torch.optim.AdamW, lr=1e-3)``; trained on one process from the same weights.
-
-    Returns:
-        A result of each training.
 
     Raises:
         ParityError: If one parts; it shows the first step and leaf of each.
@@ -109,7 +106,7 @@ def check(
         results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
-    if not results:
+    if not results:  # or nothing would have been compared
         raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
@@ -125,13 +122,13 @@ class Task:
         if (count := len(self.batches)) < 2:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         check_params(self.params, options["trainable"])
-        has_state = model_state is not None
-        outputs = _on_one_rank(partial(with_key(loss_fn, has_state), key=jax.random.key(0)))
-        result = jax.eval_shape(outputs, self.params, *([self.model_state] if has_state else []), self.batches[0])
+        states = [] if model_state is None else [self.model_state]
+        outputs = _on_one_rank(partial(with_key(loss_fn, bool(states)), key=jax.random.key(0)))
+        result = jax.eval_shape(outputs, self.params, *states, self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
-        if has_aux and has_state:  # else it is (loss, new_state)
+        if has_aux and states:  # else it is (loss, new_state)
             has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-        options = {"has_aux": has_aux, "has_state": has_state, **options}
+        options = {"has_aux": has_aux, "has_state": bool(states), **options}
         self.trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), **options)
 
 

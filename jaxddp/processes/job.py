@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ..arguments import check_integer, check_positive
 
@@ -166,6 +166,13 @@ def visible_gpus() -> list[str]:
         files = _DEVICE_FILES.glob("nvidia[0-9]*")
         return [str(index) for index in range(sum(os.access(file, os.R_OK | os.W_OK) for file in files))]
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+
+
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line to standard error in one write, which lines of other processes do not split as ``print``'s two."""
+    stream = stream or sys.stderr
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 def _checked(job: Job) -> Job:

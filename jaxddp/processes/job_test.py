@@ -1,6 +1,7 @@
 """What each launcher's variables say of the job, and what is refused."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -130,3 +131,14 @@ def test_a_job_on_one_host_keeps_nccl_and_gloo_on_loopback(monkeypatch):
     os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
     keep_to_loopback(one)
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "eth7")
+
+
+def test_lines_of_unbuffered_processes_that_share_standard_error_stay_whole():
+    script = "from jaxddp.processes.job import print_line\nfor _ in range(2000): print_line('x' * 50)"
+    with subprocess.Popen(
+        ["sh", "-c", '"$0" -u -c "$1" & "$0" -u -c "$1"; wait', sys.executable, script],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as shell:
+        lines = shell.stderr.read().splitlines()
+    assert lines == 4000 * ["x" * 50]

@@ -14,11 +14,10 @@ from jaxlib import _jax
 from .. import __version__
 from ..plugins import devices
 from ..training.validation import count_examples
-from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
+from .job import Job, find_job_or, keep_to_loopback, print_line, visible_gpus, waits
 from .roll_call import address_here, meet
-from .stderr import print_line
 from .torchrun import with_free_port
-from .watchdog import end, refuse_second, waiting, watch
+from .watchdog import end, refuse_second, watch
 
 
 def start_process(
@@ -68,8 +67,7 @@ def start_process(
             raise ValueError("start_process must be called before anything else uses JAX, as a key or an array does")
         watch(job, connections, stuck_s)
         _use_gloo_at(address_here(place, connections))
-        with waiting():
-            _join(place, local_devices, timeout_s, preemption_service)
+        _join(place, local_devices, timeout_s, preemption_service)
         job = place
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
