@@ -35,7 +35,7 @@ from jaxddp.arguments import check_integer
 from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, print_line, waits
 from jaxddp.processes.roll_call import address_here, meet
 from jaxddp.processes.torchrun import with_free_port
-from jaxddp.processes.watchdog import refuse_second, watch
+from jaxddp.processes.watchdog import watch
 
 _T = TypeVar("_T")
 
@@ -345,7 +345,6 @@ def init_from_env(
     keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
-        refuse_second(job)
         place = with_free_port(job, timeout_s)
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)

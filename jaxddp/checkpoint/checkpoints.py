@@ -1,13 +1,9 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
-name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
-It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing. Moments stay as
-wide as they were saved, since an update may have made them so; owners of whole parameters take them in their own
-dtypes.
-
-The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
-is copied to the host; with one process no device holds more than its shards.
+``DIR/120/state.npz`` holds every leaf in full, without padding, under its name in the state, such as
+``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes. Moments stay as wide as they
+were saved, since an update may have made them so; owners of whole parameters take them in their own dtypes. The host
+must have memory for the state; with several processes, each device in turn for each leaf.
 """
 
 from typing import Any
@@ -31,8 +27,7 @@ _ANSWER_S = 1200  # for process 0 to write
 class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder; a context manager that lets other jobs save there at its end.
 
-    All processes of a job call ``reserve``, ``latest_step``, ``save``, ``restore`` and ``restore_params``, and all
-    raise the same.
+    All processes of a job call its methods but ``steps``, ``about`` and ``close``, and all raise the same.
     """
 
     package = "jaxddp"
@@ -64,17 +59,12 @@ class Checkpoints(CheckpointFolder):
             dtypes[name] = array.dtype
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
-        places = named_leaves(places_of(trainer, state))
-        about = {
-            "step": step,
-            "strategy": trainer.strategy.name,
-            "num_ranks": trainer.num_ranks,
-            "data_position": data_position,
-            "leaves": {
-                name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
-                for name, leaf in places.items()
-            },
+        leaves = {
+            name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
+            for name, leaf in named_leaves(places_of(trainer, state)).items()
         }
+        place = {"step": step, "strategy": trainer.strategy.name, "num_ranks": trainer.num_ranks}
+        about = place | {"data_position": data_position, "leaves": leaves}
         self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 
     def restore(

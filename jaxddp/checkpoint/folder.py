@@ -46,12 +46,10 @@ class CheckpointFolder(abc.ABC):
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        """Names a folder.
+        """Names a folder, which process 0 of a job sees and makes; what else it holds is left alone.
 
-        Args:
-            directory: The folder, which process 0 of a job sees and makes. What else it holds is left alone.
-            keep: Checkpoints to keep; older ones are removed once a newer one is complete.
-            warn: Gets a line about each damaged checkpoint for which an older one is taken.
+        ``keep`` are the checkpoints to keep: older ones are removed once a newer one is complete. ``warn`` gets a line
+        about each damaged checkpoint for which an older one is taken.
         """
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
@@ -90,9 +88,8 @@ class CheckpointFolder(abc.ABC):
     def about(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays; needs no other process.
 
-        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
-
-        Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
+        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved. Raises a
+        ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")

@@ -1,7 +1,6 @@
 """``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -26,20 +25,14 @@ _ASK = {
 from jaxddp.plugins import devices, import_jax
 import_jax()
 import jax
-kinds = [device.device_kind for device in devices()]
-version, platform = jax.__version__, jax.default_backend()
+print(f"{jax.__version__} on {len(devices())} x {devices()[0].device_kind}")
 """,
     "torch": """
 import torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-kinds = [torch.cuda.get_device_name(index) for index in range(count)] or ["cpu"]
-version, platform = torch.__version__, "gpu" if count else "cpu"
+print(f"{torch.__version__} on {count or 1} x {torch.cuda.get_device_name(0) if count else 'cpu'}")
 """,
 }
-_PRINT = """
-import json
-print(json.dumps({"version": version, "platform": platform, "devices": kinds}))
-"""
 _OVERRIDES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "torch multiplies float32 in TF32 whatever a program asks for: unset it",
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
@@ -83,7 +76,7 @@ def examine() -> Iterator[Line]:
     for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
         yield OK, "GPUs", f"{count} x {name}, driver {driver}"
     for framework in _ASK:
-        yield _framework_line(framework, ask(framework), len(gpus))
+        yield _framework_line(framework, *ask(framework), len(gpus))
     libraries = environment.cuda_libraries()
     yield OK, "libraries", ", ".join(map(" ".join, libraries.items())) or "no wheels of CUDA"
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
@@ -111,29 +104,24 @@ def examine() -> Iterator[Line]:
         yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")
 
 
-def ask(framework: str) -> dict[str, Any] | str:
-    """What a framework reports about itself, in a process that ends with the answer; the error if there is none."""
-    command = [sys.executable, "-c", _ASK[framework] + _PRINT]
+def ask(framework: str) -> tuple[int, str]:
+    """The exit status of a process that starts a framework, and the last line that it prints."""
     counts_only = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others may use the GPUs meanwhile
+    command = [sys.executable, "-c", _ASK[framework]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=counts_only)
     except subprocess.TimeoutExpired:
-        return f"gives no answer within {_TIMEOUT_S:.0f} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        return 1, f"gives no answer within {_TIMEOUT_S:.0f} s"
+    said = done.stderr if done.returncode else done.stdout
+    return done.returncode, (said.strip() or f"exit status {done.returncode}").splitlines()[-1]
 
 
-def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:
-    if isinstance(answer, str):
-        if framework == "torch" and "No module named 'torch'" in answer:
-            return NOTE, framework, "not installed: torchref needs it: install .[torch]"
-        return FAIL, framework, f"{answer}: {framework} must start here: reinstall it, or end what holds the GPUs"
-    found = answer["devices"]
-    said = f"{answer['version']} on {len(found)} x {found[0]}"
-    if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
+def _framework_line(framework: str, status: int, said: str, num_gpus: int) -> Line:
+    if "No module named 'torch'" in said:
+        return NOTE, framework, "not installed: torchref needs it: install .[torch]"
+    if status:
+        return FAIL, framework, f"{said}: {framework} must start here: reinstall it, or end what holds the GPUs"
+    if said.endswith(" x cpu") and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
         install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
         return FAIL, framework, f"{said}: it finds none of {num_gpus} GPUs: {install}"
-    if answer["platform"] == "gpu" and len(found) < num_gpus:
-        return NOTE, framework, f"{said}: there are {num_gpus} GPUs"
     return OK, framework, said

@@ -12,8 +12,7 @@ from jaxddp.cli.doctor import FAIL, NOTE, OK
 
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
-JAX = {"version": "0.10.2", "platform": "gpu", "devices": [H100] * 8}
-TORCH = {**JAX, "version": "2.13.0"}
+JAX, TORCH = (0, f"0.10.2 on 8 x {H100}"), (0, f"2.13.0 on 8 x {H100}")
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def test_a_machine_on_which_all_is_well(machine):
     assert said["libraries"] == "nvidia-nccl-cu13 2.29.7"
 
 
-CPU = {"version": "0.10.2", "platform": "cpu", "devices": ["cpu"]}
+CPU = 0, "0.10.2 on 1 x cpu"
 NCCLS = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.7"}
 
 
@@ -61,8 +60,8 @@ NCCLS = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.7"}
     ("changed", "variables", "status", "subject", "advice"),
     [
         ({"jax": CPU}, {}, FAIL, "JAX", "it finds none of 8 GPUs: install .[cuda12] or, with a driver from 580 on, "),
-        ({"torch": "No module named 'torch'"}, {}, NOTE, "torch", "torchref needs it: install .[torch]"),
-        ({"jax": "CUDA_ERROR_DEVICE_UNAVAILABLE"}, {}, FAIL, "JAX", "JAX must start here: reinstall it, or end what "),
+        ({"torch": (1, "No module named 'torch'")}, {}, NOTE, "torch", "torchref needs it: install .[torch]"),
+        ({"jax": (1, "CUDA_ERROR_DEVICE_UNAVAILABLE")}, {}, FAIL, "JAX", "JAX must start here: reinstall it, or "),
         ({"libraries": NCCLS}, {}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
         ({"plugins": ("xla_cuda12", "xla_cuda13")}, {}, FAIL, "libraries", "which one JAX starts is chance: beside "),
         ({"num_gpus": 1, "free": 8}, {}, NOTE, "memory", "other processes hold the rest: nvidia-smi names them"),
@@ -92,14 +91,13 @@ def test_this_machine_is_reported_by_processes_that_end():
 
 def test_counting_gpus_takes_no_memory(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    program = "import os; version, platform, kinds = os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], 'cpu', []"
-    monkeypatch.setitem(doctor._ASK, "JAX", program)
-    assert doctor.ask("JAX") == {"version": "false", "platform": "cpu", "devices": []}
+    monkeypatch.setitem(doctor._ASK, "JAX", "import os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])")
+    assert doctor.ask("JAX") == (0, "false")
 
 
 def test_a_framework_that_ends_with_an_error_is_quoted(monkeypatch):
     monkeypatch.setitem(doctor._ASK, "JAX", "import sys; sys.exit('RuntimeError: no driver')")
-    assert doctor.ask("JAX") == "RuntimeError: no driver"
+    assert doctor.ask("JAX") == (1, "RuntimeError: no driver")
     monkeypatch.setitem(doctor._ASK, "JAX", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
-    assert doctor.ask("JAX") == "gives no answer within 0 s"
+    assert doctor.ask("JAX") == (1, "gives no answer within 0 s")

@@ -75,8 +75,7 @@ class TrainOptions:
         check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
         check_positive("stuck_s", self.stuck_s)
-        if check_integer("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed (={self.seed}) must be below 2^63")
+        check_integer("seed", self.seed, 0)
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
@@ -163,16 +162,11 @@ class StepReport(NamedTuple):
 def take_steps(
     options: TrainOptions, corpus: Corpus, training: Any, checkpoints: Any, say: Callable[[str], None]
 ) -> list[StepReport]:
-    """Trains up to the last step; all processes of a job take the same branches.
+    """Trains up to the last step, and reports each; all processes of a job take the same branches.
 
     ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
-    text. Gives a report for each step; none if a resumed run has taken all its steps.
-
-    Raises:
-        FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
-        ReplicaError: If ranks differ in what each has in full.
-        Signalled: After a signal of a scheduler, once the step is finished and saved.
-        ValueError: If the checkpoint is of another run.
+    text. Raises a FloatingPointError after numbers that are not finite, unless ``nonfinite`` skips them, a ReplicaError
+    if ranks differ, Signalled after a signal, once the step is saved, and a ValueError for another run's checkpoint.
     """
     reports: list[StepReport] = []
     num_skips = 0  # in a row

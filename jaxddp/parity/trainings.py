@@ -78,8 +78,8 @@ def check(
     """Trains under each strategy and on one device, and compares everything after every step.
 
     Args:
-        loss_fn: As of ``Trainer``, without a key, of which ranks draw other numbers; aux must be of the whole batch what
-            it is of its parts together.
+        loss_fn: As of ``Trainer``, without a key, of which ranks draw other numbers; aux of the whole batch must be
+            that of its parts together.
         optimizer: Any optax transformation.
         params: A tree of arrays.
         batches: Global batches, one for each step, at least two; trees of arrays.
@@ -248,10 +248,10 @@ def _compare(
     first: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf: difference(found[leaf], array) for leaf, array in right.items()}
-        differences |= {leaf: np.inf for leaf in found if leaf.startswith(COPIES)}
-        largest = float(np.max([largest, *differences.values()]))  # NaN stays
-        parted = [leaf for leaf, difference in differences.items() if not difference <= atol]
+        apart = {leaf: difference(found[leaf], array) for leaf, array in right.items()}
+        apart |= {leaf: np.inf for leaf in found if leaf.startswith(COPIES)}
+        largest = float(np.max([largest, *apart.values()]))  # NaN stays
+        parted = [leaf for leaf, one in apart.items() if not one <= atol]
         if parted and first[0] is None:
             first = step, parted[0]
     ended = {leaf: found[leaf] for leaf in expected[-1] if not leaf.startswith(("opt_state", "metrics."))}

@@ -76,7 +76,6 @@ def test_devices_follow_from_the_launcher(num_local, local, num_visible, devices
         (TORCHRUN | {"RANK": "4"}, r"process_id \(=4\) must be at least 0 and below num_processes \(=4\)"),
         (TORCHRUN | {"WORLD_SIZE": "\u00b2"}, r"WORLD_SIZE \(='.'\) must be a number, as"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, r"WORLD_SIZE \(='0'\) must be a number, as"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, r"port \(=65536\) of the coordinator must be at most 65535"),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR must name the host of process 0"),
         (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]n[3-4]"}, "MASTER_ADDR must name the host of process 0"),
     ],
@@ -116,8 +115,6 @@ def test_how_long_to_wait(monkeypatch):
     monkeypatch.setenv(job.STUCK_S, "200.0")
     assert waits(None, None) == (100, 200) and waits(5, 6) == (5, 6)
     assert refusal(waits, None, 0).startswith("stuck_s (=0) must be a positive finite number")
-    monkeypatch.setenv(job.STUCK_S, "10 s")
-    assert "JAXDDP_STUCK_S (='10 s') must be a number of seconds" in refusal(waits, None, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has another name")

@@ -81,25 +81,13 @@ class _Watchdog:
         self.begun = 0, 0  # steps, and calls after the last one
         self.is_in_step, self.is_done = False, lambda: True  # the latter of what the last step started
         self._ended: str | None = None
-        self._status = 1  # of an error of this process's own
+        self.status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
         self._stays = False  # has ended, and waits for the others
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self.on_exit)
+        atexit.register(self.on_exit)  # before JAX's, which waits at its barrier
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
-
-    def leave(self, status: int, why: str) -> None:
-        self._status = status
-        self._say_end(why)
-        deadline = time.monotonic() + GRACE_S + self._stuck_s
-        while time.monotonic() < deadline and any(
-            not one.is_gone and (self._number == 0 or one.ended is None) for one in self._others.values()
-        ):
-            time.sleep(_BEAT_S)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -206,18 +194,18 @@ class _Watchdog:
                     break
                 self._listen(_BEAT_S)
         finally:
-            os._exit(self._status if fault.failed == self._number else STATUS)
+            os._exit(self.status if fault.failed == self._number else STATUS)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
-            self._say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
+            self.say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
             wait_for_end()
         self._excepthook(kind, error, trace)
 
     def on_exit(self) -> None:
         is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
         self._stays = is_jax and self._number == 0  # the others, who know of this process alone, stay as well
-        self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
+        self.say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
         if self._number and not is_jax:
             return
         try:  # those whom it keeps waiting in a collective are let go on, to fail in it
@@ -227,14 +215,15 @@ class _Watchdog:
                 time.sleep(_BEAT_S)
         finally:
             self._stays = False
-            self._say_end(self._ended or "")
+            self.say_end(self._ended or "")
 
     def _is_going_on(self, other: _Process) -> bool:
         """Whether another process may do without this one, which has ended, or is to be judged."""
         needs_this = other.place[2] > self._mine.place[2] and other.place[:2] <= self._mine.place[:2]
-        return not needs_this and time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
+        is_let_go = needs_this and not self._ended
+        return not is_let_go and time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
 
-    def _say_end(self, why: str) -> None:
+    def say_end(self, why: str) -> None:
         self._has_told.clear()
         self._ended = why
         if self._others:
@@ -260,25 +249,17 @@ def _last_step(process: _Process) -> str:
 
 
 _watchdog: _Watchdog | None = None
-_joined: set[str] = set()  # addresses of jobs
 
 
 def watch(
     job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: _Count | None = None
 ) -> None:
-    """Starts the thread, whose the connections of ``meet`` become; ``job`` as it was found.
+    """Starts the thread, whose the connections of ``meet`` become.
 
     ``stuck_s`` are seconds without a word, or in which none goes further.
     """
     global _watchdog
-    _joined.add(job.address)
     _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
-
-
-def refuse_second(job: Job) -> None:
-    """Raises a ValueError if this process has joined this job before, whose port is in use: in either framework."""
-    if job.address in _joined:
-        raise ValueError("this process has joined its job before, and can do so once")
 
 
 def begin_step(is_call: bool = False) -> None:
@@ -295,19 +276,11 @@ def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
         _watchdog.is_done, _watchdog.is_in_step = is_done, False
 
 
-def end() -> None:
-    """Says that this process takes no more steps, and waits for the others, as at its end."""
-    if _watchdog is not None:
-        _watchdog.on_exit()
-
-
 def leave(why: str, status: int) -> None:
-    """Ends this process after an error of its own, if it is in a job, when the others have ended because of it.
-
-    JAX would wait for them at a barrier for five minutes. Process 0 is the last: XLA aborts processes that miss it.
-    """
+    """Says that an error ends this process, whose exit status it is if the others end because of it."""
     if _watchdog is not None:
-        _watchdog.leave(status, why)
+        _watchdog.status = status
+        _watchdog.say_end(why)
 
 
 def wait_for_end() -> None:
