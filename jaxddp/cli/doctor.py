@@ -1,19 +1,20 @@
-"""``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
+"""``python -m jaxddp doctor``: what of this machine changes results; each framework is asked in a process that ends."""
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
-from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 Line = tuple[str, str, str]  # status, subject, and what was found, with what to do unless it is ok
@@ -42,6 +43,14 @@ _OVERRIDES = {
     "NCCL_IB_DISABLE": "hosts communicate over TCP",
     "JAX_PLATFORMS": "JAX starts on these platforms only",
 }
+_SMI_TIMEOUT_S = 60.0  # a driver that starts the GPUs first takes seconds for each
+_LIBRARY = re.compile(r"nvidia[-_](nccl|cudnn|cuda[-_]runtime)\b.*")
+# Everything that NCCL, Gloo, XLA, CUDA, JAX and torch read, apart from where files are cached.
+_VARIABLES = re.compile(
+    r"(NCCL|GLOO|TORCH_NCCL|XLA|JAX|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|OMP)_\w+|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    r"PYTORCH_(CUDA_)?ALLOC_CONF|LIBTPU_INIT_ARGS"
+)
+_CACHES = re.compile(r".*(CACHE|HOME|PATH|_DIR|VERSION)")
 
 
 def add_parser(commands: Any) -> None:
@@ -67,17 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
-    cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
+    cores = f"{num_cores()} of {os.cpu_count()} cores for this process"
     yield OK, "jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}"
-    gpus = environment.gpus()
-    if not gpus and _DRIVER.exists():
+    found = gpus()
+    if not found and _DRIVER.exists():
         hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         yield FAIL, "GPUs", f"none{hidden}: nvidia-smi must list them: is it installed, and does it run?"
-    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
+    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in found).items():
         yield OK, "GPUs", f"{count} x {name}, driver {driver}"
     for framework in _ASK:
-        yield _framework_line(framework, *ask(framework), len(gpus))
-    libraries = environment.cuda_libraries()
+        yield _framework_line(framework, *ask(framework), len(found))
+    libraries = cuda_libraries()
     yield OK, "libraries", ", ".join(map(" ".join, libraries.items())) or "no wheels of CUDA"
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
         if len(owners := [name for name in libraries if library in name]) > 1:
@@ -91,15 +100,15 @@ def examine() -> Iterator[Line]:
         yield OK, "job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process"
     except ValueError as error:
         yield FAIL, "job", f"the launcher's variables contradict each other: {error}"
-    yield OK, "memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free"
-    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
+    yield OK, "memory", f"{free_memory_bytes() / _GIB:.1f} GiB of the host free"
+    if len(found) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
         yield NOTE, "memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free: {advice}"
-    for gpu in gpus:
+    for gpu in found:
         if gpu.free_bytes < 0.9 * gpu.memory_bytes:
             free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
             yield NOTE, "memory", f"{free}: other processes hold the rest: nvidia-smi names them"
-    for name, value in environment.variables().items():
+    for name, value in variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
         yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")
 
@@ -125,3 +134,64 @@ def _framework_line(framework: str, status: int, said: str, num_gpus: int) -> Li
         install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
         return FAIL, framework, f"{said}: it finds none of {num_gpus} GPUs: {install}"
     return OK, framework, said
+
+
+class Gpu(NamedTuple):
+    """A GPU as the driver describes it."""
+
+    number: int
+    uuid: str
+    name: str
+    driver: str
+    memory_bytes: int
+    free_bytes: int
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of this host's; empty where nvidia-smi is missing, fails or hangs."""
+    asked = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"
+    try:
+        done = subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    found = []
+    for number, uuid, name, driver, *mib in (row for line in lines if len(row := line.split(", ")) == len(Gpu._fields)):
+        # "[N/A]" where the host's memory is the GPU's
+        total, free = (int(one) * 2**20 if one.isdigit() else 0 for one in mib)
+        found.append(Gpu(int(number), uuid, name, driver, total, free))
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return found
+    visible = visible_gpus()  # numbers, or beginnings of a UUID
+    return [gpu for gpu in found if str(gpu.number) in visible or any(gpu.uuid.startswith(name) for name in visible)]
+
+
+def cuda_libraries() -> dict[str, str]:
+    """Versions of NCCL, cuDNN and the CUDA runtime by the names of their installed wheels."""
+    wheels = {(one.name or "").replace("_", "-"): one.version for one in distributions()}
+    return {name: wheels[name] for name in sorted(wheels) if _LIBRARY.fullmatch(name)}
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that change results or times."""
+    found = sorted(name for name in os.environ if _VARIABLES.fullmatch(name) and not _CACHES.fullmatch(name))
+    return {name: os.environ[name] for name in found}
+
+
+def num_cores() -> int:
+    """Cores that this process may use: SLURM and Open MPI leave a process some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory_bytes() -> int:
+    """Free memory of this machine, or of the container that it runs in."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (told := Path("/proc/meminfo")).exists():
+        found = re.search(r"^MemAvailable: +(\d+) kB", told.read_text(), re.MULTILINE)
+        free = int(found[1]) * 1024 if found else free
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        held = int(limit.with_name("memory.current").read_text())
+        files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(most) - held + int(files[1] if files else 0))  # cached files can be evicted
+    return free

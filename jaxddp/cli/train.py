@@ -238,11 +238,9 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
         return 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    saved = training.restore(folder)
-    if not isinstance(saved, dict) or saved.keys() != {*data, "examples"}:
-        raise ValueError(f"checkpoint (={options.checkpoint!r}) must be one of this command, not of another program")
+    saved = training.restore(folder) or {}
     for name, given in data.items():
-        if given != saved[name]:
+        if given != saved.get(name):
             raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")

@@ -55,7 +55,11 @@ def start_process(
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
-        _join_what_jax_finds()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            if "coordinator_address" not in str(error):  # JAX's words for no job
+                raise
         return None
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
@@ -112,17 +116,3 @@ def _use_gloo_at(address: str | None) -> None:
         return xla_bridge.make_cpu_client(collectives=gloo)
 
     register_backend_factory("cpu", make_client, fail_quietly=False)
-
-
-def _join_what_jax_finds() -> None:
-    # JAX takes every Kubernetes pod for one of an indexed Job, and fails in others, such as a notebook's.
-    is_of_job = "JOB_COMPLETION_INDEX" in os.environ
-    kubernetes = None if is_of_job else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
-    try:
-        jax.distributed.initialize()
-    except ValueError as error:
-        if "coordinator_address" not in str(error):  # JAX's words for no job
-            raise
-    finally:
-        if kubernetes is not None:
-            os.environ["KUBERNETES_SERVICE_HOST"] = kubernetes

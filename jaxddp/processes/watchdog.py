@@ -83,7 +83,6 @@ class _Watchdog:
         self._ended: str | None = None
         self.status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
-        self._stays = False  # has ended, and waits for the others
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         atexit.register(self.on_exit)  # before JAX's, which waits at its barrier
         os.register_at_fork(after_in_child=self._forget)
@@ -101,7 +100,7 @@ class _Watchdog:
             started = 0 if self._count_collectives is None else self._count_collectives()
             place = *self.begun, max(self._mine.place[2], started)
             self._mine.hear(place, waits, ended)
-            self._tell({"place": place, "waits": waits, "ended": None if self._stays else ended})
+            self._tell({"place": place, "waits": waits, "ended": ended})
             if ended is not None:
                 self._has_told.set()
             if fault is None and (fault := self._judge(now)):
@@ -203,25 +202,17 @@ class _Watchdog:
         self._excepthook(kind, error, trace)
 
     def on_exit(self) -> None:
-        is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
-        self._stays = is_jax and self._number == 0  # the others, who know of this process alone, stay as well
         self.say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
-        if self._number and not is_jax:
-            return
-        try:  # those whom it keeps waiting in a collective are let go on, to fail in it
-            while any(
-                one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()
-            ):
-                time.sleep(_BEAT_S)
-        finally:
-            self._stays = False
-            self.say_end(self._ended or "")
+        is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
+        while (is_jax or self._number == 0) and any(map(self._is_going_on, self._others.values())):
+            time.sleep(_BEAT_S)
 
     def _is_going_on(self, other: _Process) -> bool:
         """Whether another process may do without this one, which has ended, or is to be judged."""
         needs_this = other.place[2] > self._mine.place[2] and other.place[:2] <= self._mine.place[:2]
-        is_let_go = needs_this and not self._ended
-        return not is_let_go and time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
+        if other.ended is not None or other.is_gone or (needs_this and not self._ended):  # the last fails by itself
+            return False
+        return time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
 
     def say_end(self, why: str) -> None:
         self._has_told.clear()

@@ -196,7 +196,7 @@ def test_the_others_end_and_name_it(tmp_path, program, fault, faulty, reason):
     ("program", "fault", "faulty"),
     [
         ("jaxddp", "all end", 1), ("torchref", "all end", 1), ("torchref", "forks", 1),
-        ("short barrier", "works on", 0), ("short barrier", "works on", 1), ("torchref", "works on", 1),
+        ("short barrier", "works on", 0), ("torchref", "works on", 1),
     ],
 )  # fmt: skip
 def test_processes_end_well_together_or_one_after_the_other_and_a_forked_child_is_none(
