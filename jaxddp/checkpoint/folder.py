@@ -135,7 +135,34 @@ class CheckpointFolder(abc.ABC):
         return found
 
     def _take_lock(self) -> None:
-        self._lock = self._lock or _lock_of(self.directory)
+        """Locks the folder, unless this process has, and removes what killed processes have left in it."""
+        folder = self.directory
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = _locks.get(_key(os.stat(folder / _WRITER)))
+        if self._lock is not None:
+            return
+        if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
+            raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
+        lock = _Lock(folder / _WRITER, "a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError:
+            lock.seek(0)
+            holding = lock.read().decode() or "another process"
+            lock.close()  # the error may be kept, and closing it later would drop a lock that was taken since
+            said = f"directory (={str(folder)!r}) is being written to by {holding}"
+            raise ValueError(f"{said}: let that finish, or save into another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        _locks[_key(os.fstat(lock.fileno()))] = lock
+        for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
+            if left.stem.isdecimal():
+                shutil.rmtree(left, ignore_errors=True)
+        self._lock = lock
 
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
@@ -169,41 +196,32 @@ class CheckpointFolder(abc.ABC):
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self._ours()[: -self._keep]:
+        ours = []  # what this program wrote and is not damaged: it removes no others
+        for one in self.steps():
+            with contextlib.suppress(OSError):
+                ours += [one] if one not in self._damaged and _read_about(self._path(one)) else []
+        for old in ours[: -self._keep]:
             removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
             shutil.rmtree(removed, ignore_errors=True)
-
-    def _ours(self) -> list[int]:
-        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
-        ours = []
-        for step in self.steps():
-            with contextlib.suppress(OSError):
-                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
-        return ours
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()) if step is None else [step]:
             try:
-                found = self._about_sound(one)
+                about = self.about(one)
+                for name, (num_bytes, checksum) in about["files"].items():
+                    path = self._path(one) / name
+                    if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                        raise self._damage(one)
             except DamagedError as error:
                 damaged[one] = error
                 continue
             for newer in sorted(damaged.keys() - self._damaged):
                 self._warn(f"{damaged[newer]}: took step {one}")
             self._damaged |= damaged.keys()
-            return found
+            return about
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
-
-    def _about_sound(self, step: int) -> dict[str, Any]:
-        """Describes a checkpoint whose files are what was written."""
-        about = self.about(step)
-        for name, (num_bytes, checksum) in about["files"].items():
-            path = self._path(step) / name
-            if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise self._damage(step)
-        return about
 
     def _damage(self, step: int) -> DamagedError:
         return DamagedError(f"{self._name(step)} is damaged or half-written")
@@ -225,34 +243,6 @@ class _Lock(io.FileIO):
 # By file, shared by all that save there: closing a file drops all locks that the process has on it. A fork has none.
 _locks: weakref.WeakValueDictionary[tuple[int, int], _Lock] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_locks.clear)
-
-
-def _lock_of(folder: Path) -> _Lock:
-    """Locks a folder, unless this process has, and removes what killed processes have left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        if held := _locks.get(_key(os.stat(folder / _WRITER))):
-            return held
-    if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
-        raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
-    lock = _Lock(folder / _WRITER, "a+")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    except BlockingIOError:
-        lock.seek(0)
-        holding = lock.read().decode() or "another process"
-        lock.close()  # the error may be kept, and closing it later would drop a lock that was taken since
-        said = f"directory (={str(folder)!r}) is being written to by {holding}"
-        raise ValueError(f"{said}: let that finish, or save into another folder") from None
-    except OSError:  # a file system without locks
-        pass
-    _locks[_key(os.fstat(lock.fileno()))] = lock
-    for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
-        if left.stem.isdecimal():
-            shutil.rmtree(left, ignore_errors=True)
-    return lock
 
 
 def _key(file: os.stat_result) -> tuple[int, int]:

@@ -85,7 +85,16 @@ def examine() -> Iterator[Line]:
     for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in found).items():
         yield OK, "GPUs", f"{count} x {name}, driver {driver}"
     for framework in _ASK:
-        yield _framework_line(framework, *ask(framework), len(found))
+        status, said = ask(framework)
+        if "No module named 'torch'" in said:
+            yield NOTE, framework, "not installed: torchref needs it: install .[torch]"
+        elif status:
+            yield FAIL, framework, f"{said}: {framework} must start here: reinstall it, or end what holds the GPUs"
+        elif said.endswith(" x cpu") and found and os.environ.get("JAX_PLATFORMS") != "cpu":
+            install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
+            yield FAIL, framework, f"{said}: it finds none of {len(found)} GPUs: {install}"
+        else:
+            yield OK, framework, said
     libraries = cuda_libraries()
     yield OK, "libraries", ", ".join(map(" ".join, libraries.items())) or "no wheels of CUDA"
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
@@ -123,17 +132,6 @@ def ask(framework: str) -> tuple[int, str]:
         return 1, f"gives no answer within {_TIMEOUT_S:.0f} s"
     said = done.stderr if done.returncode else done.stdout
     return done.returncode, (said.strip() or f"exit status {done.returncode}").splitlines()[-1]
-
-
-def _framework_line(framework: str, status: int, said: str, num_gpus: int) -> Line:
-    if "No module named 'torch'" in said:
-        return NOTE, framework, "not installed: torchref needs it: install .[torch]"
-    if status:
-        return FAIL, framework, f"{said}: {framework} must start here: reinstall it, or end what holds the GPUs"
-    if said.endswith(" x cpu") and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
-        return FAIL, framework, f"{said}: it finds none of {num_gpus} GPUs: {install}"
-    return OK, framework, said
 
 
 class Gpu(NamedTuple):

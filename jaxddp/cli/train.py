@@ -72,20 +72,13 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
-        check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
-        check_positive("stuck_s", self.stuck_s)
-        check_integer("seed", self.seed, 0)
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
-        if self.devices and self.processes and self.devices % self.processes:
-            raise ValueError(f"processes (={self.processes}) must divide devices (={self.devices})")
         if num_ranks := self.devices or self.processes:
             self.check_batch_size(num_ranks)
-        if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
-            raise ValueError(f"strategy {self.strategy!r} has no buckets: leave out bucket_mb (={self.bucket_mb:g})")
         self.strategy_options = {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
         self.config = SIZES[self.model]
 

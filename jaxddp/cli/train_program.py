@@ -26,7 +26,6 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
     strategy = jaxddp.make_strategy(options.strategy, **options.strategy_options)
     corpus = Corpus(options.data, context=options.config.context)
     mesh = start_ranks(options)
-    options.check_batch_size(mesh.size)
     check_alike(options.alike(corpus))
 
     loss_fn, params = build(options.model, seed=options.seed)

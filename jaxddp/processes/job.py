@@ -121,8 +121,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     port = number("MASTER_PORT", _FIRST_PORT + port % _NUM_PORTS)
     owns_visible = launcher == "SLURM" and "SLURM_GPUS_PER_TASK" in environment
     token = environment.get(TOKEN, "")
-    job = Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible, token)
-    return _checked(job)
+    return Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible, token)
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
@@ -133,8 +132,9 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
     if not host or not port.isdigit():
         raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
     number = check_integer("process_id", process_id, 0)
-    count = check_integer("num_processes", num_processes)
-    return _checked(Job("address", count, number, 1, 0, count, host.strip("[]"), int(port)))
+    if number >= (count := check_integer("num_processes", num_processes)):
+        raise ValueError(f"process_id (={number}) must be at least 0 and below num_processes (={count})")
+    return Job("address", count, number, 1, 0, count, host.strip("[]"), int(port))
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
@@ -168,11 +168,3 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
     stream = stream or sys.stderr
     stream.write(f"{line}\n")
     stream.flush()
-
-
-def _checked(job: Job) -> Job:
-    if job.process_id >= job.num_processes:
-        raise ValueError(
-            f"process_id (={job.process_id}) must be at least 0 and below num_processes (={job.num_processes})"
-        )
-    return job

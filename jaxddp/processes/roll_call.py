@@ -126,7 +126,7 @@ def _parse(job: Job, connection: Connection) -> tuple[int, dict[str, Any], str]:
         is_known = hmac.compare_digest(token.encode(), job.token.encode())
         if is_known and number in range(1, job.num_processes) and type(its) is dict:
             return number, its, ""
-    return -1, {}, "is no process of this job"
+    return -1, {}, f"is none of the {job.num_processes} processes of this job"
 
 
 def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
