@@ -329,7 +329,7 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or it has joined already.
+        ValueError: If the job is incomplete, contradicts itself, or rank 0 cannot be reached.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)

@@ -34,18 +34,14 @@ class Checkpoints(CheckpointFolder):
     format = 3
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
-        """Saves a state under its step; returns once it is written.
+        """Saves a state of the trainer under its step; returns once it is written.
 
-        Args:
-            trainer: The state's trainer.
-            state: Stays the caller's.
-            data_position: Where to continue in the data, as a JSON value; the same in all processes.
+        ``data_position`` is where to continue in the data, as a JSON value; the same in all processes.
 
         Raises:
             ValueError: If the state was donated, another job saves into the folder, it has this or a later step, or
                 processes differ in step or position.
-            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite, or the model state has
-                NaN.
+            FloatingPointError: If parameters or moments are not finite, or the model state has NaN.
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         check_state(state)
@@ -70,16 +66,13 @@ class Checkpoints(CheckpointFolder):
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
     ) -> tuple[TrainState, Any]:
-        """Restores a state for a trainer's ranks and strategy.
+        """Restores a state for a trainer's ranks and strategy, and gives the data position saved with it.
 
         Args:
             trainer: May have other ranks and another strategy than the trainer that saved.
             params: The model's parameters, arrays or ``jax.ShapeDtypeStruct``; dtypes may be wider than those saved.
             model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
-
-        Returns:
-            The state, and the data position saved with it.
 
         Raises:
             ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,

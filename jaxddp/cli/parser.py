@@ -22,14 +22,6 @@ from ..processes.watchdog import leave
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-class Signalled(Exception):
-    """A run ended because of the signal ``number``, after it saved; the text says how far it came."""
-
-    def __init__(self, number: int, text: str = "") -> None:
-        super().__init__(text)
-        self.number = number
-
-
 @contextmanager
 def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
     """Gives the numbers of ``SIGNALS`` that come to the main thread, which do not end it; ignored ones stay so."""
@@ -77,9 +69,6 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         print_line(line)
         status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
         leave(line, status)
-    except Signalled as signalled:
-        print_line(f"ended by {signal.Signals(signalled.number).name} {signalled}")
-        return 128 + signalled.number
     except KeyboardInterrupt:
         print_line("interrupted")
         return 130

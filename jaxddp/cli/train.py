@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..plugins import import_jax
-from ..processes.job import find_job
+from ..processes.job import find_job, print_line
 from ..sizes import SIZES
 from ..training.clock import stopwatch, summarize
 from ..training.data import Corpus
 from .launch import launch
-from .parser import Signalled, noted_signals
+from .parser import noted_signals
 
 DEFAULT_SIMULATED_DEVICES = 4
 _NUM_VALIDATION_BATCHES = 4
@@ -159,11 +159,11 @@ def take_steps(
 
     ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
     text. Raises a FloatingPointError after numbers that are not finite, unless ``nonfinite`` skips them, a ReplicaError
-    if ranks differ, Signalled after a signal, once the step is saved, and a ValueError for another run's checkpoint.
+    if ranks differ, SystemExit after a signal, once the step is saved, and a ValueError for another run's checkpoint.
     """
     reports: list[StepReport] = []
     num_skips = 0  # in a row
-    signalled: Signalled | None = None
+    ended_by: int | None = None  # a signal
     held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
     data = {"seed": options.seed, "text_crc32": corpus.crc32}  # of which checkpoints say what was taken
     with contextlib.ExitStack() as stack:
@@ -173,7 +173,7 @@ def take_steps(
             return []
         training.start(corpus.batch(0, options.batch_size, seed=options.seed))
         signals = stack.enter_context(noted_signals(training.is_noted_by_jax))
-        while signalled is None and training.num_steps < options.steps:
+        while ended_by is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch)  # it waits itself
             step, num_batches = training.num_steps, num_batches + 1
@@ -188,15 +188,14 @@ def take_steps(
                     _keep_aside(checkpoints, f"{options.checkpoint}/{step}.nonfinite", training, position, say)
                 raise FloatingPointError(f"{found} of step {step} must be finite")
             if step < options.steps and training.is_signalled(signals):
-                number = signals[0] if signals else signal.SIGTERM
-                signalled = Signalled(number, f"after {step} of {options.steps} steps")
+                ended_by = signals[0] if signals else signal.SIGTERM
 
-            is_last = signalled is not None or step == options.steps
+            is_last = ended_by is not None or step == options.steps
             is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
             validation_loss = None
-            if held_out and is_due and signalled is None:
+            if held_out and is_due and ended_by is None:
                 validation_loss = training.mean_loss(held_out)
                 if not math.isfinite(validation_loss):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
@@ -207,8 +206,9 @@ def take_steps(
                 say(line)
         if folder is not None:
             say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
-    if signalled is not None:
-        raise signalled
+    if ended_by is not None:
+        print_line(f"ended by {signal.Signals(ended_by).name} after {training.num_steps} of {options.steps} steps")
+        sys.exit(128 + ended_by)
     for line in summary(options, reports, *training.collectives()):
         say(line)
     return reports

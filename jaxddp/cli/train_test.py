@@ -13,7 +13,6 @@ import pytest
 import jaxddp
 from jaxddp.__main__ import main
 from jaxddp.cli.conftest import assert_refused
-from jaxddp.cli.parser import Signalled
 from jaxddp.cli.train import StepReport, TrainOptions, progress, summary
 from jaxddp.models import SIZES, build
 
@@ -131,7 +130,6 @@ def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_pat
 def test_what_ends_a_run_has_a_status_and_a_line(monkeypatch, capsys):
     for error, status, line in (
         (FloatingPointError("loss (=nan) must be finite"), 3, "error: loss (=nan) must be finite\n"),
-        (Signalled(signal.SIGUSR1, "after 3 of 200 steps"), 138, "ended by SIGUSR1 after 3 of 200 steps\n"),
         (OSError("checkpoint of step 3 was not saved: full"), 2, "error: checkpoint of step 3 was not saved: full\n"),
     ):
         monkeypatch.setattr("jaxddp.cli.train_program.train", Mock(side_effect=error))

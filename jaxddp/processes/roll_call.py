@@ -33,20 +33,15 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
     ``alike``, JSON values such as versions, must be the same in all. Gives process 0 a connection to each other
-    process, by its number, and the others that to process 0. Raises a ValueError if the coordinator's port is taken or
-    nobody answers there, processes do not come within the timeout, this one is refused, or they disagree.
+    process, by its number, and the others that to process 0. Raises an OSError if the coordinator's port is taken; a
+    ValueError if nobody answers there, processes do not come in time, this one is refused, or they disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
     if job.process_id > 0:
         return {0: _report(job, alike, timeout_s)}
     deadline = time.monotonic() + timeout_s
     came, connections = {0: alike}, dict[int, Connection]()
-    try:
-        listener = job.listen()
-    except OSError as error:
-        why = f"cannot listen ({error.strerror or error}): set MASTER_ADDR and MASTER_PORT"
-        raise ValueError(f"coordinator {job.address} {why}") from error
-    with listener:
+    with job.listen() as listener:
         listener.settimeout(_RETRY_S)
         while len(came) < job.num_processes and time.monotonic() < deadline:
             try:

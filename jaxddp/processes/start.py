@@ -50,7 +50,8 @@ def start_process(
         The job; None outside any, and where JAX found it.
 
     Raises:
-        ValueError: If the job contradicts itself, JAX has started, the port is taken, or others do not come in time.
+        ValueError: If the job contradicts itself, JAX has started, or other processes do not come in time.
+        OSError: If the coordinator's port is taken.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
