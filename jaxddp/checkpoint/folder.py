@@ -95,7 +95,7 @@ class CheckpointFolder(abc.ABC):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
         about = _read_about(self._path(step))
         if about is None or about["step"] != step:
-            raise self._damage(step)
+            raise DamagedError(f"{self._name(step)} is damaged or half-written")
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
@@ -175,10 +175,7 @@ class CheckpointFolder(abc.ABC):
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Writes a checkpoint that ``about`` describes, then removes the oldest; in process 0.
-
-        ``write`` writes the arrays into a folder, under names that begin with ``state``.
-        """
+        """Has ``write`` write ``state...`` into a folder, adds ``about``, and removes the oldest checkpoint."""
         step, path = about["step"], self._path(about["step"])
         partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
@@ -213,7 +210,7 @@ class CheckpointFolder(abc.ABC):
                 for name, (num_bytes, checksum) in about["files"].items():
                     path = self._path(one) / name
                     if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                        raise self._damage(one)
+                        raise DamagedError(f"{self._name(one)} is damaged or half-written")
             except DamagedError as error:
                 damaged[one] = error
                 continue
@@ -222,9 +219,6 @@ class CheckpointFolder(abc.ABC):
             self._damaged |= damaged.keys()
             return about
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
-
-    def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"

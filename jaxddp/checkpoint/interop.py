@@ -24,11 +24,10 @@ import numpy as np
 from ..tree import named_leaves
 from .weights import as_numpy
 
-Params = Any
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
-def to_numpy(params: Params) -> dict[str, np.ndarray]:
+def to_numpy(params: Any) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Gives fresh, writable, C-contiguous arrays in the order of ``params``, such as ``nnx.state(module, nnx.Param)``.
@@ -38,7 +37,7 @@ def to_numpy(params: Params) -> dict[str, np.ndarray]:
     return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves}
 
 
-def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
+def from_numpy(arrays: Mapping[str, Any], like: Any) -> Any:
     """Converts the arrays of a PyTorch ``state_dict`` to a Flax tree: the inverse of ``to_numpy``.
 
     Args:
@@ -63,7 +62,7 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
-def torch_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
+def torch_leaves(params: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, leaf in named_leaves(params).items():

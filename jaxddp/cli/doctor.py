@@ -39,9 +39,6 @@ _OVERRIDES = {
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for and nothing overlaps: unset it",
     "CUDA_DEVICE_MAX_CONNECTIONS=1": "communication starts only after the computation queued before it: unset it",
-    "NCCL_P2P_DISABLE": "GPUs of a host do not use NVLink",
-    "NCCL_IB_DISABLE": "hosts communicate over TCP",
-    "JAX_PLATFORMS": "JAX starts on these platforms only",
 }
 _SMI_TIMEOUT_S = 60.0  # a driver that starts the GPUs first takes seconds for each
 _LIBRARY = re.compile(r"nvidia[-_](nccl|cudnn|cuda[-_]runtime)\b.*")
@@ -67,11 +64,10 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
-    statuses = []
-    for status, subject, found in examine():
-        print(f"{status:4}  {subject:10}  {found}", flush=True)
-        statuses.append(status)
-    return int(FAIL in statuses)
+    lines = list(examine())
+    for status, subject, found in lines:
+        print(f"{status:4}  {subject:10}  {found}")
+    return int(any(line[0] == FAIL for line in lines))
 
 
 def examine() -> Iterator[Line]:
@@ -113,10 +109,6 @@ def examine() -> Iterator[Line]:
     if len(found) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
         yield NOTE, "memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free: {advice}"
-    for gpu in found:
-        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
-            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
-            yield NOTE, "memory", f"{free}: other processes hold the rest: nvidia-smi names them"
     for name, value in variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
         yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")

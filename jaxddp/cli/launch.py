@@ -1,7 +1,4 @@
-"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
-
-When one fails, the others are ended, with all that they have started, and the exit status is its own.
-"""
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables."""
 
 import argparse
 import contextlib

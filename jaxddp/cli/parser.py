@@ -1,7 +1,4 @@
-"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0.
-
-Signals of schedulers are noted, so that a run can save before it ends.
-"""
+"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0."""
 
 import argparse
 import gc

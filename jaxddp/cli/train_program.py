@@ -99,14 +99,13 @@ class _Training:
 def start_ranks(options: TrainOptions) -> Mesh:
     """The ranks of the job that this process is in, else those of this machine."""
     job = find_job()
-    if job is None:
-        # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
-        return jaxddp.data_mesh(options.devices)
-    num_ranks = options.devices or job.num_processes
-    jax.config.update("jax_num_cpu_devices", -(-num_ranks // job.num_processes))  # GPUs are what the launcher gave
-    jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
+    of_each = options.devices or DEFAULT_SIMULATED_DEVICES
+    if job is not None:
+        of_each = -(-(options.devices or job.num_processes) // job.num_processes)  # GPUs are what the launcher gave
+    with contextlib.suppress(RuntimeError):  # once JAX has started, the number of CPU devices cannot change
+        jax.config.update("jax_num_cpu_devices", of_each)
+    if job is not None:
+        jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
     return jaxddp.data_mesh(options.devices)
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from ..arguments import check_integer
 from ..checkpoint.host_state import to_host
 from ..checkpoint.interop import to_numpy
 from ..loss import Weighted, divide, partial_loss, with_key
@@ -123,7 +122,7 @@ class Task:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         check_params(self.params, options["trainable"])
         states = [] if model_state is None else [self.model_state]
-        outputs = _on_one_rank(partial(with_key(loss_fn, bool(states)), key=jax.random.key(0)))
+        outputs = _on_one_rank(partial(with_key(loss_fn, bool(states)), key=jax.random.key(0)), mesh=data_mesh(1))
         result = jax.eval_shape(outputs, self.params, *states, self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
         if has_aux and states:  # else it is (loss, new_state)
@@ -137,12 +136,11 @@ def under_strategies(
 ) -> list[Result]:
     """Trains under each strategy on each number of ranks, and compares with what ``on_one_device`` gave."""
     chosen = [strategies] if isinstance(strategies, str) else strategies
-    is_all, results = chosen == ["all"], []
-    trained = split(task.params, task.trainer.trainable)[0]
+    is_all, results, trained = chosen == ["all"], [], split(task.params, task.trainer.trainable)[0]
     for one in STRATEGIES if is_all else chosen:
         strategy = _in_several_parts(one, trained) if isinstance(one, str) else one
         for count in np.atleast_1d(num_ranks):
-            trainer = task.trainer.with_strategy(strategy, data_mesh(check_integer("num_ranks", count)))
+            trainer = task.trainer.with_strategy(strategy, data_mesh(count))
             try:
                 state = trainer.init(task.params, model_state=task.model_state)
             except ValueError as error:
@@ -189,10 +187,8 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
     return make_strategy(name, **{option: value for option, value in options.items() if option in takes})
 
 
-def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Binds the axis of ranks, over which a loss function may average statistics."""
-    whole = PartitionSpec()
-    return jax.shard_map(function, mesh=data_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
+# Binds the axis of ranks, over which a loss function may average statistics.
+_on_one_rank = partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
 def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
@@ -218,7 +214,7 @@ def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
         params = merge(optax.apply_updates(trained, updates), frozen)
         return state._replace(params=params, opt_state=opt_state, model_state=model_state), metrics
 
-    run, after = jax.jit(_on_one_rank(step)), []
+    run, after = jax.jit(_on_one_rank(step, mesh=data_mesh(1))), []
     first = split(task.params, trainer.trainable)[0]
     nothing: Any = ()  # for what is not compared
     state = TrainState(nothing, task.params, optimizer.init(first), nothing, task.model_state)

@@ -66,11 +66,10 @@ class Job(NamedTuple):
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
         return "0.0.0.0" if address == "127.0.1.1" else address
 
-    def listen(self, port: int | None = None) -> socket.socket:
-        """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
-        address = self.bind_host, self.port if port is None else port
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return socket.create_server(address, family=family, backlog=self.num_processes)
+    def listen(self) -> socket.socket:
+        """A socket that listens at process 0's address and the job's port; raises an OSError if it cannot."""
+        family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
+        return socket.create_server((self.bind_host, self.port), family=family, backlog=self.num_processes)
 
     def describe(self, devices: str) -> str:
         """One line about the job; ``devices`` are those of one process."""

@@ -71,10 +71,7 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
 
 
 def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
-    """The address at which the other processes reach this one, by the connections of ``meet``.
-
-    None if processes of this host alone have used one, and others may not reach it.
-    """
+    """The address at which others reach this process, by their connections; None if only this host's may reach it."""
     addresses = []
     for connection in connections.values():
         with socket.socket(fileno=os.dup(connection.fileno())) as ours:
@@ -84,10 +81,7 @@ def address_here(job: Job, connections: Mapping[int, Connection]) -> str | None:
 
 
 def disagreement(said: Sequence[Mapping[str, Any]], who: str = "process") -> str:
-    """Gives one line about the first entry that is not the same in all, naming who differs from the first; else "".
-
-    ``said`` are JSON values, and ``who`` is what brings them, by number.
-    """
+    """Gives one line about the first entry of JSON values that ``who``, by number, has unlike the first; else ""."""
     for name in dict.fromkeys(name for one in said for name in one):
         expected, *others = (one.get(name, "absent") for one in said)
         unlike: dict[str, list[str]] = {}

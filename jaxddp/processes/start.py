@@ -1,7 +1,4 @@
-"""Joins a process to its job: one JAX program over the devices of all its processes.
-
-It finds the job, calls the roll, starts the watchdog, and joins JAX's coordinator, which process 0 runs.
-"""
+"""Joins a process to its job: one JAX program over the devices of all its processes."""
 
 import os
 from typing import Any
@@ -33,8 +30,8 @@ def start_process(
 
     Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
     GKE); outside any job this is one process. A process alone on its host uses all of the host's GPUs, else the one of
-    its local rank. When another one is killed, fails or no longer answers, this one prints a line and ends with status
-    5.
+    its local rank. When another is killed, fails or no longer answers, this one prints a line and ends with status 5.
+    Gives the job; None outside any, and where JAX found it.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
@@ -45,9 +42,6 @@ def start_process(
             as while one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
         preemption_service: Whether JAX takes SIGTERM, and ``multihost_utils.reached_preemption_sync_point`` tells after
             which step all processes end.
-
-    Returns:
-        The job; None outside any, and where JAX found it.
 
     Raises:
         ValueError: If the job contradicts itself, JAX has started, or other processes do not come in time.

@@ -245,10 +245,7 @@ _watchdog: _Watchdog | None = None
 def watch(
     job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: _Count | None = None
 ) -> None:
-    """Starts the thread, whose the connections of ``meet`` become.
-
-    ``stuck_s`` are seconds without a word, or in which none goes further.
-    """
+    """Starts the thread, which takes over the connections; ``stuck_s`` without a word or a step forward end the job."""
     global _watchdog
     _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
 
