@@ -234,7 +234,7 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
     saved = training.restore(folder) or {}
     for name, given in data.items():
         if given != saved.get(name):
-            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
+            raise ValueError(f"{name} (={given}) must be {saved.get(name)}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     complete = f"complete: {training.num_steps} of {options.steps} steps are taken"
