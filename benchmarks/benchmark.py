@@ -25,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxddp.cli.environment import gpus, variables
+from jaxddp.cli.doctor import gpus, variables
 from torchref.launch import RankError
 
 from .render import Column, Row, is_bad, write

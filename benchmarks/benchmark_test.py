@@ -9,7 +9,7 @@ from benchmarks import benchmark as module
 from benchmarks.benchmark import FIELDS, Benchmark, Case, NotRun, run
 from benchmarks.conftest import read_rows
 from benchmarks.render import CHECK, STEP, Column, new_figure
-from jaxddp.cli.environment import Gpu
+from jaxddp.cli.doctor import Gpu
 
 
 def measure(case, say):

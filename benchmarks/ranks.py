@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from jaxddp.cli.environment import cuda_libraries, free_memory_bytes, gpus
+from jaxddp.cli.doctor import cuda_libraries, free_memory_bytes, gpus
 from jaxddp.processes.job import Job, find_job
 from jaxddp.training import allocator
 from torchref.agreement import gather_texts

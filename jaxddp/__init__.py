@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .loss import Mean as Mean, PerExample as PerExample, Sum as Sum, Weighted as Weighted
     from .mesh import data_mesh as data_mesh, simulate_devices as simulate_devices
     from .network import Network as Network
-    from .processes.replicas import ReplicaError as ReplicaError
+    from .processes.roll_call import ReplicaError as ReplicaError
     from .processes.start import local_rows as local_rows, start_process as start_process
     from .registry import STRATEGIES as STRATEGIES, make_strategy as make_strategy
     from .strategy import Strategy as Strategy
@@ -61,7 +61,7 @@ _NAMES = {
     ".loss": "Mean PerExample Sum Weighted",
     ".mesh": "data_mesh simulate_devices",
     ".network": "Network",
-    ".processes.replicas": "ReplicaError",
+    ".processes.roll_call": "ReplicaError",
     ".processes.start": "local_rows start_process",
     ".registry": "STRATEGIES make_strategy",
     ".strategy": "Strategy",

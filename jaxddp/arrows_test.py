@@ -91,7 +91,7 @@ def test_what_would_be_found():
 
 
 SHARED = ["communication.buckets", "sizes", "arguments"]
-SHARED += [f"processes.{name}" for name in ("job", "roll_call", "stderr")]
+SHARED += [f"processes.{name}" for name in ("job", "roll_call")]
 
 
 def test_the_planner_and_what_both_packages_share_import_numpy_and_the_standard_library_alone():
@@ -112,7 +112,7 @@ def test_the_twin_imports_only_what_needs_no_framework():
     cli = {"launch", "parser", "train"}
     core = {"arguments", "communication.buckets", "discovery", "sizes"}
     core |= {"checkpoint.folder", "checkpoint.weights", "training.data"}
-    core |= {f"processes.{name}" for name in ("job", "replicas", "roll_call", "stderr", "torchrun", "watchdog")}
+    core |= {f"processes.{name}" for name in ("job", "roll_call", "torchrun", "watchdog")}
     assert ours - {"jaxddp", "jaxddp.checkpoint", "jaxddp.training"} == {
         *(f"jaxddp.cli.{name}" for name in cli),
         *(f"jaxddp.{name}" for name in core),

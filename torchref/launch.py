@@ -32,11 +32,10 @@ import torch
 import torch.distributed as dist
 
 from jaxddp.arguments import check_integer
-from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, waits
+from jaxddp.processes.job import Job, find_job_or, keep_to_loopback, print_line, waits
 from jaxddp.processes.roll_call import address_here, meet
-from jaxddp.processes.stderr import print_line
 from jaxddp.processes.torchrun import with_free_port
-from jaxddp.processes.watchdog import refuse_second, watch
+from jaxddp.processes.watchdog import watch
 
 _T = TypeVar("_T")
 
@@ -330,7 +329,7 @@ def init_from_env(
         This rank's device: with NCCL its GPU, by its number on the host.
 
     Raises:
-        ValueError: If the job is incomplete or contradicts itself, rank 0 cannot be reached, or it has joined already.
+        ValueError: If the job is incomplete, contradicts itself, or rank 0 cannot be reached.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
@@ -346,7 +345,6 @@ def init_from_env(
     keep_to_loopback(job)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if job.num_processes > 1:
-        refuse_second(job)
         place = with_free_port(job, timeout_s)
         connections = meet(place, {"torch": torch.__version__}, timeout_s)
         watch(job, connections, stuck_s, count_collectives=_count_collectives)

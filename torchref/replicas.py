@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from jaxddp.processes.replicas import replicas_differ
+from jaxddp.processes.roll_call import replicas_differ
 from jaxddp.processes.watchdog import begin_step, end_step
 
 from .agreement import gather_texts

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchref
-from jaxddp.processes.replicas import ReplicaError
+from jaxddp.processes.roll_call import ReplicaError
 from torchref.registry import make_training
 from torchref.replicas import _checksum, check_replicas
 

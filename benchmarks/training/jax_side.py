@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxddp
 from jaxddp.checkpoint.interop import to_numpy
-from jaxddp.cli.environment import num_cores
+from jaxddp.cli.doctor import num_cores
 from jaxddp.mesh import DATA_AXIS
 from jaxddp.models import build
 from jaxddp.strategy import without_communication

@@ -1,13 +1,9 @@
 """Saves training states, and restores them on any number of ranks and under any strategy.
 
-A checkpoint does not depend on the ranks: ``DIR/120/state.npz`` holds every leaf in full, without padding, under its
-name in the state, such as ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes.
-It fits if parameters and optimizer state have these names and shapes, and dtypes that lose nothing. Moments stay as
-wide as they were saved, since an update may have made them so; owners of whole parameters take them in their own
-dtypes.
-
-The host must have memory for the state. With several processes, each leaf in turn is gathered on every device while it
-is copied to the host; with one process no device holds more than its shards.
+``DIR/120/state.npz`` holds every leaf in full, without padding, under its name in the state, such as
+``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes. Moments stay as wide as they
+were saved, since an update may have made them so; owners of whole parameters take them in their own dtypes. The host
+must have memory for the state; with several processes, each device in turn for each leaf.
 """
 
 from typing import Any
@@ -16,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..processes.watchdog import waiting
 from ..training.agreement import check_alike, gather_texts
 from ..training.placement import from_first_process
 from ..training.train import Trainer, TrainState
@@ -32,26 +27,21 @@ _ANSWER_S = 1200  # for process 0 to write
 class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder; a context manager that lets other jobs save there at its end.
 
-    All processes of a job call ``reserve``, ``latest_step``, ``save``, ``restore`` and ``restore_params``, and all
-    raise the same.
+    All processes of a job call its methods but ``steps``, ``about`` and ``close``, and all raise the same.
     """
 
     package = "jaxddp"
     format = 3
 
     def save(self, trainer: Trainer, state: TrainState, *, data_position: Any = None) -> None:
-        """Saves a state under its step; returns once it is written.
+        """Saves a state of the trainer under its step; returns once it is written.
 
-        Args:
-            trainer: The state's trainer.
-            state: Stays the caller's.
-            data_position: Where to continue in the data, as a JSON value; the same in all processes.
+        ``data_position`` is where to continue in the data, as a JSON value; the same in all processes.
 
         Raises:
             ValueError: If the state was donated, another job saves into the folder, it has this or a later step, or
                 processes differ in step or position.
-            FloatingPointError: If parameters, or arrays of the optimizer state, are not finite, or the model state has
-                NaN.
+            FloatingPointError: If parameters or moments are not finite, or the model state has NaN.
             OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
         """
         check_state(state)
@@ -65,32 +55,24 @@ class Checkpoints(CheckpointFolder):
             dtypes[name] = array.dtype
             if jax.process_index() == 0:  # the others help to gather
                 arrays[name] = array
-        places = named_leaves(places_of(trainer, state))
-        about = {
-            "step": step,
-            "strategy": trainer.strategy.name,
-            "num_ranks": trainer.num_ranks,
-            "data_position": data_position,
-            "leaves": {
-                name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
-                for name, leaf in places.items()
-            },
+        leaves = {
+            name: {"shape": leaf.shape, "dtype": str(leaf.dtype if is_key(leaf) else dtypes[name])}
+            for name, leaf in named_leaves(places_of(trainer, state)).items()
         }
+        place = {"step": step, "strategy": trainer.strategy.name, "num_ranks": trainer.num_ranks}
+        about = place | {"data_position": data_position, "leaves": leaves}
         self._together(lambda: self._write(about, lambda folder: np.savez(folder / _FILE, **arrays)))
 
     def restore(
         self, trainer: Trainer, params: Any, *, model_state: Any = None, step: int | None = None
     ) -> tuple[TrainState, Any]:
-        """Restores a state for a trainer's ranks and strategy.
+        """Restores a state for a trainer's ranks and strategy, and gives the data position saved with it.
 
         Args:
             trainer: May have other ranks and another strategy than the trainer that saved.
             params: The model's parameters, arrays or ``jax.ShapeDtypeStruct``; dtypes may be wider than those saved.
             model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
-
-        Returns:
-            The state, and the data position saved with it.
 
         Raises:
             ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,
@@ -134,8 +116,7 @@ class Checkpoints(CheckpointFolder):
 
         forms = self._together(read)
         if jax.process_count() > 1:
-            with waiting():
-                arrays = from_first_process(arrays or {name: np.empty(*form) for name, form in forms.items()})
+            arrays = from_first_process(arrays or {name: np.empty(*form) for name, form in forms.items()})
         for name, array in arrays.items():
             dtype = about["leaves"][name]["dtype"]
             if not dtype.startswith("key<"):  # as its words

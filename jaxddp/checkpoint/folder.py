@@ -1,26 +1,20 @@
 """A folder of checkpoints: each is complete or not there, the newest are kept, damaged ones are passed over.
 
-``DIR/120`` is the checkpoint of step 120. In it:
-
-    ``state...``      arrays, in the format of the framework
-    ``about.json``    format, step, time, position in the data, what the package adds; size and CRC-32 of each file
-
-A save writes ``DIR/120.partial`` and renames it. One job at a time saves into a folder: it locks ``DIR/.writer``.
-
-In a job of several processes, process 0 alone writes and reads, and all raise what it raises.
-
-Both packages use this file; no framework is imported.
+``DIR/120`` holds step 120: ``state...``, arrays in the format of the framework, and ``about.json``: format, step, time,
+position in the data, what the package adds, size and CRC-32 of each file. A save writes ``DIR/120.partial`` and renames
+it. One job at a time saves into a folder, whose process 0 writes and reads: it locks ``DIR/.writer``. What process 0
+raises, all raise. Both packages use this file; no framework is imported.
 """
 
 import abc
 import contextlib
 import fcntl
+import io
 import itertools
 import json
 import os
 import shutil
 import socket
-import sys
 import warnings
 import weakref
 import zlib
@@ -52,12 +46,10 @@ class CheckpointFolder(abc.ABC):
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        """Names a folder.
+        """Names a folder, which process 0 of a job sees and makes; what else it holds is left alone.
 
-        Args:
-            directory: The folder, which process 0 of a job sees and makes. What else it holds is left alone.
-            keep: Checkpoints to keep; older ones are removed once a newer one is complete.
-            warn: Gets a line about each damaged checkpoint for which an older one is taken.
+        ``keep`` are the checkpoints to keep: older ones are removed once a newer one is complete. ``warn`` gets a line
+        about each damaged checkpoint for which an older one is taken.
         """
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
@@ -96,15 +88,14 @@ class CheckpointFolder(abc.ABC):
     def about(self, step: int) -> dict[str, Any]:
         """Describes a checkpoint without reading its arrays; needs no other process.
 
-        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved about it.
-
-        Raises a ValueError if there is no such checkpoint, or it is damaged or written by another version.
+        It has ``format, step, strategy, num_ranks, saved_at, data_position``, and what else the package saved. Raises a
+        ValueError if there is no such checkpoint, or it is damaged or written by another version.
         """
         if step not in (steps := self.steps()):
             raise ValueError(f"no {self._name(step)}: there are {', '.join(map(str, steps)) or 'none'}")
         about = _read_about(self._path(step))
         if about is None or about["step"] != step:
-            raise self._damage(step)
+            raise DamagedError(f"{self._name(step)} is damaged or half-written")
         if (about["format"], about["package"]) != (self.format, self.package):
             written = f"format {about['format']} of {about['package']}"
             raise ValueError(f"{self._name(step)} has {written}: this is format {self.format} of {self.package}")
@@ -144,12 +135,34 @@ class CheckpointFolder(abc.ABC):
         return found
 
     def _take_lock(self) -> None:
+        """Locks the folder, unless this process has, and removes what killed processes have left in it."""
+        folder = self.directory
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = _locks.get(_key(os.stat(folder / _WRITER)))
         if self._lock is not None:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self._lock = _locks.get(_key(os.stat(self.directory / _WRITER)))
-        self._lock = self._lock or _Lock(self.directory)
+        if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
+            raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
+        lock = _Lock(folder / _WRITER, "a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError:
+            lock.seek(0)
+            holding = lock.read().decode() or "another process"
+            lock.close()  # the error may be kept, and closing it later would drop a lock that was taken since
+            said = f"directory (={str(folder)!r}) is being written to by {holding}"
+            raise ValueError(f"{said}: let that finish, or save into another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        _locks[_key(os.fstat(lock.fileno()))] = lock
+        for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
+            if left.stem.isdecimal():
+                shutil.rmtree(left, ignore_errors=True)
+        self._lock = lock
 
     def _begin(self, step: int) -> None:
         """Makes way for a save, in process 0: renames damaged checkpoints of this or a later step."""
@@ -162,11 +175,8 @@ class CheckpointFolder(abc.ABC):
             raise ValueError(f"{said}: save into another folder, or remove those of step {step} and later")
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Writes a checkpoint that ``about`` describes, then removes the oldest; in process 0.
-
-        ``write`` writes the arrays into a folder, under names that begin with ``state``.
-        """
-        step, path, outer = about["step"], self._path(about["step"]), sys.exception()  # the last: what a caller handles
+        """Has ``write`` write ``state...`` into a folder, adds ``about``, and removes the oldest checkpoint."""
+        step, path = about["step"], self._path(about["step"])
         partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
             partial.mkdir()
@@ -178,52 +188,37 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            # torch raises one of its own while it handles the system's.
-            of_system = [
-                one.strerror for one in (error, error.__context__) if isinstance(one, OSError) and one is not outer
-            ]
-            reason = next(filter(None, of_system), None) or str(error).partition("\n")[0]
+            of_system = error if isinstance(error, OSError) else error.__context__  # while torch handles that
+            reason = getattr(of_system, "strerror", None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in self._ours()[: -self._keep]:
+        ours = []  # what this program wrote and is not damaged: it removes no others
+        for one in self.steps():
+            with contextlib.suppress(OSError):
+                ours += [one] if one not in self._damaged and _read_about(self._path(one)) else []
+        for old in ours[: -self._keep]:
             removed = self._path(old).rename(self.directory / f"{old}.removed")  # half removed it is none
             shutil.rmtree(removed, ignore_errors=True)
-
-    def _ours(self) -> list[int]:
-        """Steps of undamaged checkpoints that this program wrote: it removes no others."""
-        ours = []
-        for step in self.steps():
-            with contextlib.suppress(OSError):
-                ours += [step] if step not in self._damaged and _read_about(self._path(step)) else []
-        return ours
 
     def _choose(self, step: int | None) -> dict[str, Any]:
         """Describes a checkpoint; without a step the newest, an older one where it is damaged."""
         damaged: dict[int, DamagedError] = {}
         for one in reversed(self.steps()) if step is None else [step]:
             try:
-                found = self._about_sound(one)
+                about = self.about(one)
+                for name, (num_bytes, checksum) in about["files"].items():
+                    path = self._path(one) / name
+                    if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
+                        raise DamagedError(f"{self._name(one)} is damaged or half-written")
             except DamagedError as error:
                 damaged[one] = error
                 continue
             for newer in sorted(damaged.keys() - self._damaged):
                 self._warn(f"{damaged[newer]}: took step {one}")
             self._damaged |= damaged.keys()
-            return found
+            return about
         raise next(iter(damaged.values()), ValueError(f"no checkpoint {self._where}"))
-
-    def _about_sound(self, step: int) -> dict[str, Any]:
-        """Describes a checkpoint whose files are what was written."""
-        about = self.about(step)
-        for name, (num_bytes, checksum) in about["files"].items():
-            path = self._path(step) / name
-            if not path.is_file() or path.stat().st_size != num_bytes or _checksum_of(path) != checksum:
-                raise self._damage(step)
-        return about
-
-    def _damage(self, step: int) -> DamagedError:
-        return DamagedError(f"{self._name(step)} is damaged or half-written")
 
     def _name(self, step: int) -> str:
         return f"checkpoint of step {step} {self._where}"
@@ -232,39 +227,11 @@ class CheckpointFolder(abc.ABC):
         return self.directory / str(step)
 
 
-class _Lock:
-    """A folder's lock, until nothing of this process refers to it; the system drops that of a process that ends.
+class _Lock(io.FileIO):
+    """A locked file, until nothing of this process refers to it; the system unlocks those of a process that ends."""
 
-    A file system without locks has none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        file = open(folder / _WRITER, "a+b", buffering=0)
-        try:
-            self._take(folder, file)
-        except BaseException:
-            file.close()
-            raise
-        weakref.finalize(self, file.close)
-        _locks[_key(os.fstat(file.fileno()))] = self
-        for left in [*folder.glob("*.partial"), *folder.glob("*.removed")]:
-            if left.stem.isdecimal():
-                shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
-
-    def _take(self, folder: Path, file: Any) -> None:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone, where flock's lasts in its forks
-        except BlockingIOError:
-            file.seek(0)
-            holding = file.read().decode() or "another process"
-            said = f"directory (={str(folder)!r}) is being written to by {holding}"
-            raise ValueError(f"{said}: let that finish, or save into another folder") from None
-        except OSError:  # a file system without locks
-            pass
-        if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
-            raise PermissionError(f"directory (={str(folder)!r}) must be one that this process may write into")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    def __del__(self) -> None:
+        self.close()
 
 
 # By file, shared by all that save there: closing a file drops all locks that the process has on it. A fork has none.

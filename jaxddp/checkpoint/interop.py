@@ -24,34 +24,25 @@ import numpy as np
 from ..tree import named_leaves
 from .weights import as_numpy
 
-Params = Any
 _RENAMED = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
-def to_numpy(params: Params) -> dict[str, np.ndarray]:
+def to_numpy(params: Any) -> dict[str, np.ndarray]:
     """Converts a Flax tree to arrays with the names and layouts of a PyTorch ``state_dict``.
 
     Gives fresh, writable, C-contiguous arrays in the order of ``params``, such as ``nnx.state(module, nnx.Param)``.
     Raises a ValueError if two leaves map to one name.
-
-    Example:
-        >>> arrays = to_numpy({"head": {"kernel": jnp.ones((3, 5))}})
-        >>> {name: array.shape for name, array in arrays.items()}
-        {'head.weight': (5, 3)}
     """
     leaves = torch_leaves(params).items()
     return {name: np.array(np.transpose(np.asarray(leaf), dims), order="C") for name, (dims, leaf) in leaves}
 
 
-def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
+def from_numpy(arrays: Mapping[str, Any], like: Any) -> Any:
     """Converts the arrays of a PyTorch ``state_dict`` to a Flax tree: the inverse of ``to_numpy``.
 
     Args:
-        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name.
+        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name; no memory is shared with them.
         like: A tree with the structure, shapes and dtypes wanted, of arrays or ``jax.ShapeDtypeStruct``.
-
-    Returns:
-        A tree like ``like`` of JAX arrays on the default device, which share no memory with ``arrays``.
 
     Raises:
         ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
@@ -63,19 +54,15 @@ def from_numpy(arrays: Mapping[str, Any], like: Params) -> Params:
         name: f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {(*(leaf.shape[dim] for dim in dims),)}"
         for name, (dims, leaf) in leaves.items()
     }
-    faults = [
-        f"{name!r} is {found.get(name, 'missing')}, not {wanted.get(name, 'wanted')}"
-        for name in wanted | found
-        if found.get(name) != wanted.get(name)
-    ]
-    if faults:
+    both = {name: (found.get(name, "missing"), wanted.get(name, "wanted")) for name in wanted | found}
+    if faults := [f"{name!r} is {one}, not {other}" for name, (one, other) in both.items() if one != other]:
         raise ValueError(f"arrays must have the names, shapes and dtypes of like: {'; '.join(faults)}")
     # A copy: jax.device_put would share NumPy's memory on the CPU, and torch updates its tensors in place.
     new = [jnp.array(np.transpose(given[name], np.argsort(dims)), copy=True) for name, (dims, _) in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), new)
 
 
-def torch_leaves(params: Params) -> dict[str, tuple[tuple[int, ...], Any]]:
+def torch_leaves(params: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """By PyTorch's name, the Flax dims in the order of PyTorch's layout, and the leaf; in the order of the tree."""
     leaves: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, leaf in named_leaves(params).items():

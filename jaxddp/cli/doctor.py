@@ -1,22 +1,23 @@
-"""``python -m jaxddp doctor``: what this machine has; each framework is asked in a process that ends."""
+"""``python -m jaxddp doctor``: what of this machine changes results; each framework is asked in a process that ends."""
 
 import argparse
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
 from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
-from . import environment
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
+Line = tuple[str, str, str]  # status, subject, and what was found, with what to do unless it is ok
 _TIMEOUT_S = 180.0
 _GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -25,38 +26,28 @@ _ASK = {
 from jaxddp.plugins import devices, import_jax
 import_jax()
 import jax
-kinds = [device.device_kind for device in devices()]
-version, platform = jax.__version__, jax.default_backend()
+print(f"{jax.__version__} on {len(devices())} x {devices()[0].device_kind}")
 """,
     "torch": """
 import torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-kinds = [torch.cuda.get_device_name(index) for index in range(count)] or ["cpu"]
-version, platform = torch.__version__, "gpu" if count else "cpu"
+print(f"{torch.__version__} on {count or 1} x {torch.cuda.get_device_name(0) if count else 'cpu'}")
 """,
 }
-_PRINT = """
-import json
-print(json.dumps({"version": version, "platform": platform, "devices": kinds}))
-"""
 _OVERRIDES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "torch multiplies float32 in TF32 whatever a program asks for: unset it",
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for and nothing overlaps: unset it",
     "CUDA_DEVICE_MAX_CONNECTIONS=1": "communication starts only after the computation queued before it: unset it",
-    "NCCL_P2P_DISABLE": "GPUs of a host do not use NVLink",
-    "NCCL_IB_DISABLE": "hosts communicate over TCP",
-    "JAX_PLATFORMS": "JAX starts on these platforms only",
 }
-
-
-class Line(NamedTuple):
-    """One fact of the report: what was found and, unless it is ok, what to do."""
-
-    subject: str
-    found: str
-    advice: str = ""
-    status: str = OK
+_SMI_TIMEOUT_S = 60.0  # a driver that starts the GPUs first takes seconds for each
+_LIBRARY = re.compile(r"nvidia[-_](nccl|cudnn|cuda[-_]runtime)\b.*")
+# Everything that NCCL, Gloo, XLA, CUDA, JAX and torch read, apart from where files are cached.
+_VARIABLES = re.compile(
+    r"(NCCL|GLOO|TORCH_NCCL|XLA|JAX|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|OMP)_\w+|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    r"PYTORCH_(CUDA_)?ALLOC_CONF|LIBTPU_INIT_ARGS"
+)
+_CACHES = re.compile(r".*(CACHE|HOME|PATH|_DIR|VERSION)")
 
 
 def add_parser(commands: Any) -> None:
@@ -68,93 +59,129 @@ def add_parser(commands: Any) -> None:
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
-    shown = [f"{line.status:4}  {line.subject:10}  {': '.join(filter(None, line[1:3]))}" for line in lines]
-    print(json.dumps([line._asdict() for line in lines]) if arguments.json else "\n".join(shown))
-    return int(any(line.status == FAIL for line in lines))
+    for status, subject, found in lines:
+        print(f"{status:4}  {subject:10}  {found}")
+    return int(any(line[0] == FAIL for line in lines))
 
 
 def examine() -> Iterator[Line]:
     """Looks at the machine, one fact after the other."""
-    cores = f"{environment.num_cores()} of {os.cpu_count()} cores for this process"
-    yield Line("jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}")
-    gpus = environment.gpus()
-    yield from _gpu_lines(gpus)
+    cores = f"{num_cores()} of {os.cpu_count()} cores for this process"
+    yield OK, "jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}"
+    found = gpus()
+    if not found and _DRIVER.exists():
+        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        yield FAIL, "GPUs", f"none{hidden}: nvidia-smi must list them: is it installed, and does it run?"
+    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in found).items():
+        yield OK, "GPUs", f"{count} x {name}, driver {driver}"
     for framework in _ASK:
-        yield _framework_line(framework, ask(framework), len(gpus))
-    libraries = environment.cuda_libraries()
-    versions = ", ".join(f"{name} {version}" for name, version in libraries.items())
-    yield Line("libraries", versions or "no wheels of CUDA")
+        status, said = ask(framework)
+        if "No module named 'torch'" in said:
+            yield NOTE, framework, "not installed: torchref needs it: install .[torch]"
+        elif status:
+            yield FAIL, framework, f"{said}: {framework} must start here: reinstall it, or end what holds the GPUs"
+        elif said.endswith(" x cpu") and found and os.environ.get("JAX_PLATFORMS") != "cpu":
+            install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
+            yield FAIL, framework, f"{said}: it finds none of {len(found)} GPUs: {install}"
+        else:
+            yield OK, framework, said
+    libraries = cuda_libraries()
+    yield OK, "libraries", ", ".join(map(" ".join, libraries.items())) or "no wheels of CUDA"
     for library in ("nccl", "cudnn"):  # one file, which is then of the wheel that was installed last
         if len(owners := [name for name in libraries if library in name]) > 1:
-            yield Line("libraries", f"{' and '.join(owners)} own one file", "install .[cuda12] or .[cuda13] anew", FAIL)
+            yield FAIL, "libraries", f"{' and '.join(owners)} own one file: install .[cuda12] or .[cuda13] anew"
     if len(plugins := cuda_plugins()) > 1:
         advice = "which one JAX starts is chance: beside .[cuda13] install test-gpu in place of test and targets"
-        yield Line("libraries", " and ".join(plugins), advice, FAIL)
-    yield _job_line()
-    yield from _memory_lines(gpus)
-    for name, value in environment.variables().items():
-        advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
-        yield Line("variable", f"{name}={value}", advice, NOTE if advice else OK)
-
-
-def ask(framework: str) -> dict[str, Any] | str:
-    """What a framework reports about itself, in a process that ends with the answer; the error if there is none."""
-    command = [sys.executable, "-c", _ASK[framework] + _PRINT]
-    counts_only = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others may use the GPUs meanwhile
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=counts_only)
-    except subprocess.TimeoutExpired:
-        return f"gives no answer within {_TIMEOUT_S:.0f} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _gpu_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
-    if not gpus and _DRIVER.exists():
-        hidden = " that CUDA_VISIBLE_DEVICES leaves" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-        yield Line("GPUs", f"none{hidden}", "nvidia-smi must list them: is it installed, and does it run?", FAIL)
-    for (name, driver), count in Counter((gpu.name, gpu.driver) for gpu in gpus).items():
-        yield Line("GPUs", f"{count} x {name}, driver {driver}")
-
-
-def _framework_line(framework: str, answer: dict[str, Any] | str, num_gpus: int) -> Line:
-    if isinstance(answer, str):
-        if framework == "torch" and "No module named 'torch'" in answer:
-            return Line(framework, "not installed", "torchref needs it: install .[torch]", NOTE)
-        return Line(framework, answer, f"{framework} must start here: reinstall it, or end what holds the GPUs", FAIL)
-    found = answer["devices"]
-    said = f"{answer['version']} on {len(found)} x {found[0]}"
-    if answer["platform"] == "cpu" and num_gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
-        install = "install .[cuda12] or, with a driver from 580 on, .[cuda13]"
-        return Line(framework, said, f"it finds none of {num_gpus} GPUs: {install}", FAIL)
-    if answer["platform"] == "gpu" and len(found) < num_gpus:
-        return Line(framework, said, f"there are {num_gpus} GPUs", NOTE)
-    return Line(framework, said)
-
-
-def _job_line() -> Line:
+        yield FAIL, "libraries", f"{' and '.join(plugins)}: {advice}"
     try:
         job = find_job()
         chosen = job and job.local_devices(len(visible_gpus()))
+        yield OK, "job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process"
     except ValueError as error:
-        return Line("job", "the launcher's variables contradict each other", str(error), FAIL)
-    return Line("job", job.describe(f"GPUs {chosen}" if chosen else "no GPU") if job else "none, one process")
-
-
-def _memory_lines(gpus: list[environment.Gpu]) -> Iterator[Line]:
-    yield Line("memory", f"{environment.free_memory_bytes() / _GIB:.1f} GiB of the host free")
-    if len(gpus) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
+        yield FAIL, "job", f"the launcher's variables contradict each other: {error}"
+    yield OK, "memory", f"{free_memory_bytes() / _GIB:.1f} GiB of the host free"
+    if len(found) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
-        yield Line("memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free", advice, NOTE)
-    for gpu in gpus:
-        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
-            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
-            yield Line("memory", free, "other processes hold the rest: nvidia-smi names them", NOTE)
+        yield NOTE, "memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free: {advice}"
+    for name, value in variables().items():
+        advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
+        yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")
+
+
+def ask(framework: str) -> tuple[int, str]:
+    """The exit status of a process that starts a framework, and the last line that it prints."""
+    counts_only = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others may use the GPUs meanwhile
+    command = [sys.executable, "-c", _ASK[framework]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=counts_only)
+    except subprocess.TimeoutExpired:
+        return 1, f"gives no answer within {_TIMEOUT_S:.0f} s"
+    said = done.stderr if done.returncode else done.stdout
+    return done.returncode, (said.strip() or f"exit status {done.returncode}").splitlines()[-1]
+
+
+class Gpu(NamedTuple):
+    """A GPU as the driver describes it."""
+
+    number: int
+    uuid: str
+    name: str
+    driver: str
+    memory_bytes: int
+    free_bytes: int
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves of this host's; empty where nvidia-smi is missing, fails or hangs."""
+    asked = "--query-gpu=index,uuid,name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"
+    try:
+        done = subprocess.run(["nvidia-smi", *asked], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    found = []
+    for number, uuid, name, driver, *mib in (row for line in lines if len(row := line.split(", ")) == len(Gpu._fields)):
+        # "[N/A]" where the host's memory is the GPU's
+        total, free = (int(one) * 2**20 if one.isdigit() else 0 for one in mib)
+        found.append(Gpu(int(number), uuid, name, driver, total, free))
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return found
+    visible = visible_gpus()  # numbers, or beginnings of a UUID
+    return [gpu for gpu in found if str(gpu.number) in visible or any(gpu.uuid.startswith(name) for name in visible)]
+
+
+def cuda_libraries() -> dict[str, str]:
+    """Versions of NCCL, cuDNN and the CUDA runtime by the names of their installed wheels."""
+    wheels = {(one.name or "").replace("_", "-"): one.version for one in distributions()}
+    return {name: wheels[name] for name in sorted(wheels) if _LIBRARY.fullmatch(name)}
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that change results or times."""
+    found = sorted(name for name in os.environ if _VARIABLES.fullmatch(name) and not _CACHES.fullmatch(name))
+    return {name: os.environ[name] for name in found}
+
+
+def num_cores() -> int:
+    """Cores that this process may use: SLURM and Open MPI leave a process some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory_bytes() -> int:
+    """Free memory of this machine, or of the container that it runs in."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (told := Path("/proc/meminfo")).exists():
+        found = re.search(r"^MemAvailable: +(\d+) kB", told.read_text(), re.MULTILINE)
+        free = int(found[1]) * 1024 if found else free
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        held = int(limit.with_name("memory.current").read_text())
+        files = re.search(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
+        free = min(free, int(most) - held + int(files[1] if files else 0))  # cached files can be evicted
+    return free

@@ -1,7 +1,4 @@
-"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables.
-
-When one fails, the others are ended, with all that they have started, and the exit status is its own.
-"""
+"""``python -m jaxddp launch``: starts a script as the processes of a job on this machine, with torchrun's variables."""
 
 import argparse
 import contextlib
@@ -17,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import check_integer, check_positive
-from ..processes.job import STUCK_S, TOKEN, find_job
-from ..processes.stderr import print_line
+from ..processes.job import STUCK_S, TOKEN, find_job, print_line
 from ..processes.watchdog import STATUS as LOST_ANOTHER
 from .parser import noted_signals
 

@@ -1,7 +1,4 @@
-"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0.
-
-Signals of schedulers are noted, so that a run can save before it ends.
-"""
+"""Runs commands: modules with ``add_parser(commands)``, whose ``run(arguments)`` gives the exit status if not 0."""
 
 import argparse
 import gc
@@ -14,20 +11,12 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..processes.replicas import ReplicaError
-from ..processes.stderr import print_line
+from ..processes.job import print_line
+from ..processes.roll_call import ReplicaError
 from ..processes.watchdog import leave
 
 # What schedulers send before they end a job, and a terminal when it closes.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Signalled(Exception):
-    """A run ended because of the signal ``number``, after it saved; the text says how far it came."""
-
-    def __init__(self, number: int, text: str = "") -> None:
-        super().__init__(text)
-        self.number = number
 
 
 @contextmanager
@@ -56,12 +45,10 @@ _STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4,
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
-    """Runs one of the commands of ``python -m package``; ``arguments`` are those of the command line if None.
+    """Runs a command of ``python -m package``, and gives its exit status; other exceptions are bugs, and not caught.
 
-    Returns:
-        The exit status: 0, 1 if ``doctor`` found what will not work, 2 after bad input, 3 after numbers that are not
-        finite, 4 if ranks differed, 5 if another process was lost, 128 + the number of a signal. ``launch`` gives that
-        of the process that failed. Other exceptions are bugs and are not caught.
+    It is 1 if ``doctor`` found what will not work, 2 after bad input, 3 after numbers that are not finite, 4 if ranks
+    differed, 5 if another process was lost, 128 + the number of a signal; ``launch`` gives that of what failed.
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
@@ -79,10 +66,6 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
         print_line(line)
         status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
         leave(line, status)
-        return status
-    except Signalled as signalled:
-        print_line(f"ended by {signal.Signals(signalled.number).name} {signalled}")
-        return 128 + signalled.number
     except KeyboardInterrupt:
         print_line("interrupted")
         return 130

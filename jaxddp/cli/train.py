@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ..arguments import check_integer, check_positive
 from ..communication.buckets import describe_collectives
 from ..plugins import import_jax
-from ..processes.job import find_job
+from ..processes.job import find_job, print_line
 from ..sizes import SIZES
 from ..training.clock import stopwatch, summarize
 from ..training.data import Corpus
 from .launch import launch
-from .parser import Signalled, noted_signals
+from .parser import noted_signals
 
 DEFAULT_SIMULATED_DEVICES = 4
 _NUM_VALIDATION_BATCHES = 4
@@ -72,21 +72,13 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
-        check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
-        check_positive("stuck_s", self.stuck_s)
-        if check_integer("seed", self.seed, 0) >= 2**63:
-            raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
-        if self.devices and self.processes and self.devices % self.processes:
-            raise ValueError(f"processes (={self.processes}) must divide devices (={self.devices})")
         if num_ranks := self.devices or self.processes:
             self.check_batch_size(num_ranks)
-        if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
-            raise ValueError(f"strategy {self.strategy!r} has no buckets: leave out bucket_mb (={self.bucket_mb:g})")
         self.strategy_options = {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
         self.config = SIZES[self.model]
 
@@ -163,20 +155,15 @@ class StepReport(NamedTuple):
 def take_steps(
     options: TrainOptions, corpus: Corpus, training: Any, checkpoints: Any, say: Callable[[str], None]
 ) -> list[StepReport]:
-    """Trains up to the last step; all processes of a job take the same branches.
+    """Trains up to the last step, and reports each; all processes of a job take the same branches.
 
     ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
-    text. Gives a report for each step; none if a resumed run has taken all its steps.
-
-    Raises:
-        FloatingPointError: If training met numbers that are not finite, and ``nonfinite`` does not skip them.
-        ReplicaError: If ranks differ in what each has in full.
-        Signalled: After a signal of a scheduler, once the step is finished and saved.
-        ValueError: If the checkpoint is of another run.
+    text. Raises a FloatingPointError after numbers that are not finite, unless ``nonfinite`` skips them, a ReplicaError
+    if ranks differ, SystemExit after a signal, once the step is saved, and a ValueError for another run's checkpoint.
     """
     reports: list[StepReport] = []
     num_skips = 0  # in a row
-    signalled: Signalled | None = None
+    ended_by: int | None = None  # a signal
     held_out = [*corpus.validation_batches(options.batch_size, _NUM_VALIDATION_BATCHES)]
     data = {"seed": options.seed, "text_crc32": corpus.crc32}  # of which checkpoints say what was taken
     with contextlib.ExitStack() as stack:
@@ -186,7 +173,7 @@ def take_steps(
             return []
         training.start(corpus.batch(0, options.batch_size, seed=options.seed))
         signals = stack.enter_context(noted_signals(training.is_noted_by_jax))
-        while signalled is None and training.num_steps < options.steps:
+        while ended_by is None and training.num_steps < options.steps:
             batch = corpus.batch(num_batches, options.batch_size, seed=options.seed, **training.place)
             metrics, seconds = stopwatch(training.step, batch)  # it waits itself
             step, num_batches = training.num_steps, num_batches + 1
@@ -201,15 +188,14 @@ def take_steps(
                     _keep_aside(checkpoints, f"{options.checkpoint}/{step}.nonfinite", training, position, say)
                 raise FloatingPointError(f"{found} of step {step} must be finite")
             if step < options.steps and training.is_signalled(signals):
-                number = signals[0] if signals else signal.SIGTERM
-                signalled = Signalled(number, f"after {step} of {options.steps} steps")
+                ended_by = signals[0] if signals else signal.SIGTERM
 
-            is_last = signalled is not None or step == options.steps
+            is_last = ended_by is not None or step == options.steps
             is_due = step == options.steps or (options.checkpoint_every > 0 and step % options.checkpoint_every == 0)
             if is_last or is_due or step % _CHECK_REPLICAS_EVERY == 0:
                 training.check_replicas()
             validation_loss = None
-            if held_out and is_due and signalled is None:
+            if held_out and is_due and ended_by is None:
                 validation_loss = training.mean_loss(held_out)
                 if not math.isfinite(validation_loss):
                     raise FloatingPointError(f"validation loss (={validation_loss}) after step {step} must be finite")
@@ -220,8 +206,9 @@ def take_steps(
                 say(line)
         if folder is not None:
             say(f"checkpoints in {options.checkpoint}: steps {', '.join(map(str, folder.steps()))}")
-    if signalled is not None:
-        raise signalled
+    if ended_by is not None:
+        print_line(f"ended by {signal.Signals(ended_by).name} after {training.num_steps} of {options.steps} steps")
+        sys.exit(128 + ended_by)
     for line in summary(options, reports, *training.collectives()):
         say(line)
     return reports
@@ -244,12 +231,10 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
         return 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    saved = training.restore(folder)
-    if not isinstance(saved, dict) or saved.keys() != {*data, "examples"}:
-        raise ValueError(f"checkpoint (={options.checkpoint!r}) must be one of this command, not of another program")
+    saved = training.restore(folder) or {}
     for name, given in data.items():
-        if given != saved[name]:
-            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
+        if given != saved.get(name):
+            raise ValueError(f"{name} (={given}) must be {saved.get(name)}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     complete = f"complete: {training.num_steps} of {options.steps} steps are taken"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -12,7 +13,6 @@ from jax.sharding import Mesh
 import jaxddp
 
 from ..checkpoint.interop import from_numpy
-from ..checkpoint.weights import load_weights
 from ..models import build
 from ..processes.job import find_job
 from ..training.agreement import check_alike
@@ -26,12 +26,11 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
     strategy = jaxddp.make_strategy(options.strategy, **options.strategy_options)
     corpus = Corpus(options.data, context=options.config.context)
     mesh = start_ranks(options)
-    options.check_batch_size(mesh.size)
     check_alike(options.alike(corpus))
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
-        params = from_numpy(load_weights(options.weights), params)
+        params = from_numpy(np.load(options.weights), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     kind = mesh.devices.flat[0].device_kind
     kind += ", simulated" if kind == "cpu" and jax.process_count() == 1 else ""
@@ -100,14 +99,13 @@ class _Training:
 def start_ranks(options: TrainOptions) -> Mesh:
     """The ranks of the job that this process is in, else those of this machine."""
     job = find_job()
-    if job is None:
-        # The platform is chosen later. Once JAX has started, the number of CPU devices cannot change.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", options.devices or DEFAULT_SIMULATED_DEVICES)
-        return jaxddp.data_mesh(options.devices)
-    num_ranks = options.devices or job.num_processes
-    jax.config.update("jax_num_cpu_devices", -(-num_ranks // job.num_processes))  # GPUs are what the launcher gave
-    jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
+    of_each = options.devices or DEFAULT_SIMULATED_DEVICES
+    if job is not None:
+        of_each = -(-(options.devices or job.num_processes) // job.num_processes)  # GPUs are what the launcher gave
+    with contextlib.suppress(RuntimeError):  # once JAX has started, the number of CPU devices cannot change
+        jax.config.update("jax_num_cpu_devices", of_each)
+    if job is not None:
+        jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
     return jaxddp.data_mesh(options.devices)
 
 

@@ -1,14 +1,8 @@
 """Where a model in JAX and one in PyTorch part: the first module whose output, or its gradient, is another one.
 
-    found = jaxddp.parity.first_difference(loss_fn, params, batch, module, torch_loss)
-    print(found)            # a row for each module, forward and backward
-    print(found.first)      # the first that is apart
-
 Both run once on the same batch, in float64 and then in the user's dtype, with the weights that each has: one that was
 carried over wrong may be what is looked for. Outputs of PyTorch's submodules are compared with those of Flax modules of
-the same name, Linen's or NNX's, and with what is marked:
-
-    x = jaxddp.parity.mark("layers.0.attention", x)       the value, unchanged
+the same name, Linen's or NNX's, and with what is marked.
 """
 
 import contextlib
@@ -71,13 +65,9 @@ class Comparison:
         ]  # fmt: skip
         heads = ("module", "class", "pass", "float64", self.dtype, "check")
         in_torch = ", ".join(name or "(the model)" for name in self.only_in_torch)
-        lines = [
-            table(heads, rows, left=("class", "pass", "check")),
-            f"first apart: {self.first}" if self.first else "",
-            f"only in PyTorch: {in_torch}" if in_torch else "",
-            f"only in JAX: {', '.join(self.only_in_jax)}" if self.only_in_jax else "",
-        ]
-        return "\n".join(filter(None, lines))
+        below = {"first apart": self.first, "only in PyTorch": in_torch, "only in JAX": ", ".join(self.only_in_jax)}
+        lines = [f"{what}: {found}" for what, found in below.items() if found]
+        return "\n".join([table(heads, rows, left=("class", "pass", "check")), *lines])
 
 
 def mark(name: str, value: jax.Array) -> jax.Array:
@@ -113,11 +103,9 @@ def first_difference(
     def in_jax(name: str) -> str:
         return _canonical((names or {}).get(name, name))
 
-    def run(dtype: str) -> tuple[Values, tuple[Values, dict[str, str]]]:
-        return _in_jax(loss_fn, params, batch, dtype), _in_torch(module, torch_loss, batch, dtype)
-
     in_dtype = jnp.dtype(dtype).name
-    (ours, (theirs, kinds)), (ours_rounded, (rounded, _)) = run("float64"), run(in_dtype)
+    ours, ours_rounded = (_in_jax(loss_fn, params, batch, one) for one in ("float64", in_dtype))
+    (theirs, kinds), (rounded, _) = (_in_torch(module, torch_loss, batch, one) for one in ("float64", in_dtype))
     least = min(_ROUNDED * float(jnp.finfo(dtype).eps), _MOST_ROUNDED)
     compared = []
     for (name, is_backward), right in theirs.items():

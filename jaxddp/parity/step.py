@@ -1,11 +1,5 @@
 """Parity of a training step that is not ours: on several ranks it must give what it gives on one device.
 
-    def make_step(mesh):  # your own, with jit, shard_map or pmap inside
-        ...
-        return step       # (state, batch) -> anything, such as the next state and metrics
-
-    jaxddp.parity.check_step(make_step, state, batch)
-
 Where a result differs, the step is run again to tell faults apart: with the first rank's examples on every rank, with
 one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
@@ -57,7 +51,8 @@ def check_step(
     """Runs a training step on one device and on several, and says what differs, and why it may.
 
     Args:
-        make_step: Mesh of one axis to a step, ``(state, batch)`` to any tree of arrays.
+        make_step: Mesh of one axis to a step, with jit, shard_map or pmap inside: ``(state, batch)`` to any tree of
+            arrays, such as the next state and metrics.
         state: A tree of arrays and PRNG keys; kept. Each rank is given all of it, uncommitted.
         batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
         num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
@@ -66,10 +61,8 @@ def check_step(
             more than 1e-9 only where gradients nearly vanish before a division, or the step computes in less.
         dtype: To which floats of state and batch are cast; theirs if None.
 
-    Raises:
-        StepParityError: If anything differs: with the likely cause of each.
-        ValueError: If the batch cannot be split, there are too few devices, or the step changes no floating leaf of
-            the state by more than ``atol``.
+    Raises a StepParityError if anything differs, with the likely cause of each, and a ValueError if the step changes no
+    floating leaf of the state by more than ``atol``, the batch cannot be split, or there are too few devices.
     """
     data_mesh(check_integer("num_ranks", num_ranks, 2), axis=axis)  # checks both
     check_batch(batch, num_ranks, 1)

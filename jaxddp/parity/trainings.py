@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from ..arguments import check_integer
 from ..checkpoint.host_state import to_host
 from ..checkpoint.interop import to_numpy
 from ..loss import Weighted, divide, partial_loss, with_key
@@ -78,8 +77,8 @@ def check(
     """Trains under each strategy and on one device, and compares everything after every step.
 
     Args:
-        loss_fn: ``(params, batch)`` to the mean loss, to ``Weighted``, or to one of these and aux, which must be of
-            the whole batch what it is of its parts together. It takes no key, of which ranks draw other numbers.
+        loss_fn: As of ``Trainer``, without a key, of which ranks draw other numbers; aux of the whole batch must be
+            that of its parts together.
         optimizer: Any optax transformation.
         params: A tree of arrays.
         batches: Global batches, one for each step, at least two; trees of arrays.
@@ -87,16 +86,13 @@ def check(
             takes every one, and records those that refuse the optimizer.
         num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
         atol: Largest difference of any element, of leaves with elements above 1 relative to the largest.
-        dtype: To which parameters and batches of floats are cast, complex ones alike; theirs if None.
+        dtype: To which floats are cast, complex ones alike; theirs if None.
         num_microbatches: As of ``Trainer``, as are the next two. One device takes each batch whole.
         max_grad_norm: One device clips as ``optax.clip_by_global_norm`` does.
         trainable: Predicate on a parameter's name.
         model_state: As of ``Trainer.init``; its statistics must be those of the whole batch.
         torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
             ``partial(torch.optim.AdamW, lr=1e-3)``; trained on one process from the same weights.
-
-    Returns:
-        A result of each training.
 
     Raises:
         ParityError: If one parts; it shows the first step and leaf of each.
@@ -109,7 +105,7 @@ def check(
         results = under_strategies(task, strategies, num_ranks, expected, atol)
         if torch is not None:
             results.append(_under_torch(task, torch, expected, atol))
-    if not results:
+    if not results:  # or nothing would have been compared
         raise ValueError("strategies must name at least one")
     if any(one.step is not None for one in results):
         raise ParityError(results, atol)
@@ -125,13 +121,13 @@ class Task:
         if (count := len(self.batches)) < 2:
             raise ValueError(f"batches (={count}) must be two or more: lost optimizer state shows in the second")
         check_params(self.params, options["trainable"])
-        has_state = model_state is not None
-        outputs = _on_one_rank(partial(with_key(loss_fn, has_state), key=jax.random.key(0)))
-        result = jax.eval_shape(outputs, self.params, *([self.model_state] if has_state else []), self.batches[0])
+        states = [] if model_state is None else [self.model_state]
+        outputs = _on_one_rank(partial(with_key(loss_fn, bool(states)), key=jax.random.key(0)), mesh=data_mesh(1))
+        result = jax.eval_shape(outputs, self.params, *states, self.batches[0])
         has_aux = isinstance(result, tuple) and not isinstance(result, Weighted)
-        if has_aux and has_state:  # else it is (loss, new_state)
+        if has_aux and states:  # else it is (loss, new_state)
             has_aux = str(jax.tree.structure(result[1])) != str(jax.tree.structure(model_state))
-        options = {"has_aux": has_aux, "has_state": has_state, **options}
+        options = {"has_aux": has_aux, "has_state": bool(states), **options}
         self.trainer = Trainer(loss_fn, optimizer, make_strategy("flat"), data_mesh(1), **options)
 
 
@@ -140,12 +136,11 @@ def under_strategies(
 ) -> list[Result]:
     """Trains under each strategy on each number of ranks, and compares with what ``on_one_device`` gave."""
     chosen = [strategies] if isinstance(strategies, str) else strategies
-    is_all, results = chosen == ["all"], []
-    trained = split(task.params, task.trainer.trainable)[0]
+    is_all, results, trained = chosen == ["all"], [], split(task.params, task.trainer.trainable)[0]
     for one in STRATEGIES if is_all else chosen:
         strategy = _in_several_parts(one, trained) if isinstance(one, str) else one
         for count in np.atleast_1d(num_ranks):
-            trainer = task.trainer.with_strategy(strategy, data_mesh(check_integer("num_ranks", count)))
+            trainer = task.trainer.with_strategy(strategy, data_mesh(count))
             try:
                 state = trainer.init(task.params, model_state=task.model_state)
             except ValueError as error:
@@ -192,10 +187,8 @@ def _in_several_parts(name: str, trained: Any) -> Strategy:
     return make_strategy(name, **{option: value for option, value in options.items() if option in takes})
 
 
-def _on_one_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Binds the axis of ranks, over which a loss function may average statistics."""
-    whole = PartitionSpec()
-    return jax.shard_map(function, mesh=data_mesh(1), in_specs=whole, out_specs=whole, check_vma=False)
+# Binds the axis of ranks, over which a loss function may average statistics.
+_on_one_rank = partial(jax.shard_map, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
 def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
@@ -221,7 +214,7 @@ def on_one_device(task: Task) -> list[dict[str, np.ndarray]]:
         params = merge(optax.apply_updates(trained, updates), frozen)
         return state._replace(params=params, opt_state=opt_state, model_state=model_state), metrics
 
-    run, after = jax.jit(_on_one_rank(step)), []
+    run, after = jax.jit(_on_one_rank(step, mesh=data_mesh(1))), []
     first = split(task.params, trainer.trainable)[0]
     nothing: Any = ()  # for what is not compared
     state = TrainState(nothing, task.params, optimizer.init(first), nothing, task.model_state)
@@ -251,10 +244,10 @@ def _compare(
     first: tuple[int | None, str | None] = (None, None)
     largest = 0.0
     for step, (found, right) in enumerate(zip(trained, expected, strict=True), 1):
-        differences = {leaf: difference(found[leaf], array) for leaf, array in right.items()}
-        differences |= {leaf: np.inf for leaf in found if leaf.startswith(COPIES)}
-        largest = float(np.max([largest, *differences.values()]))  # NaN stays
-        parted = [leaf for leaf, difference in differences.items() if not difference <= atol]
+        apart = {leaf: difference(found[leaf], array) for leaf, array in right.items()}
+        apart |= {leaf: np.inf for leaf in found if leaf.startswith(COPIES)}
+        largest = float(np.max([largest, *apart.values()]))  # NaN stays
+        parted = [leaf for leaf, one in apart.items() if not one <= atol]
         if parted and first[0] is None:
             first = step, parted[0]
     ended = {leaf: found[leaf] for leaf in expected[-1] if not leaf.startswith(("opt_state", "metrics."))}

@@ -7,8 +7,8 @@
 | SLURM    | SLURM_STEP_NUM_TASKS, _PROCID, _LOCALID, over _STEP_NUM_NODES | the first host of the step |
 
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
-to the process wins: torchrun may run under ``srun`` or ``mpirun``, and ``mpirun`` in a SLURM allocation. JAX finds the
-latter two as well, but not how many processes share a host, and torch finds neither.
+to the process wins, as torchrun under ``srun``. JAX finds the latter two as well, but not how many processes share a
+host.
 """
 
 import os
@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ..arguments import check_integer, check_positive
 
@@ -66,11 +66,10 @@ class Job(NamedTuple):
         # Debian's /etc/hosts gives this for a host's own name, and no other host reaches it.
         return "0.0.0.0" if address == "127.0.1.1" else address
 
-    def listen(self, port: int | None = None) -> socket.socket:
-        """A socket that listens at process 0's address, at the job's port or another; raises OSError if it cannot."""
-        address = self.bind_host, self.port if port is None else port
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return socket.create_server(address, family=family, backlog=self.num_processes)
+    def listen(self) -> socket.socket:
+        """A socket that listens at process 0's address and the job's port; raises an OSError if it cannot."""
+        family = socket.AF_INET6 if ":" in self.bind_host else socket.AF_INET
+        return socket.create_server((self.bind_host, self.port), family=family, backlog=self.num_processes)
 
     def describe(self, devices: str) -> str:
         """One line about the job; ``devices`` are those of one process."""
@@ -121,8 +120,7 @@ def find_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     port = number("MASTER_PORT", _FIRST_PORT + port % _NUM_PORTS)
     owns_visible = launcher == "SLURM" and "SLURM_GPUS_PER_TASK" in environment
     token = environment.get(TOKEN, "")
-    job = Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible, token)
-    return _checked(job)
+    return Job(launcher, num_processes, process_id, num_local, local, num_hosts, host, port, owns_visible, token)
 
 
 def find_job_or(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Job | None:
@@ -133,18 +131,14 @@ def find_job_or(coordinator_address: str | None, num_processes: int | None, proc
     if not host or not port.isdigit():
         raise ValueError(f"coordinator_address (={coordinator_address!r}) must be host:port")
     number = check_integer("process_id", process_id, 0)
-    count = check_integer("num_processes", num_processes)
-    return _checked(Job("address", count, number, 1, 0, count, host.strip("[]"), int(port)))
+    if number >= (count := check_integer("num_processes", num_processes)):
+        raise ValueError(f"process_id (={number}) must be at least 0 and below num_processes (={count})")
+    return Job("address", count, number, 1, 0, count, host.strip("[]"), int(port))
 
 
 def waits(timeout_s: float | None, stuck_s: float | None) -> tuple[float, float]:
     """How long to wait for processes to join, and for one that is stuck; for None as ``start_process`` says."""
-    if stuck_s is None:
-        given = os.environ.get(STUCK_S, "600")
-        try:
-            stuck_s = float(given)
-        except ValueError:
-            raise ValueError(f"{STUCK_S} (={given!r}) must be a number of seconds") from None
+    stuck_s = float(os.environ.get(STUCK_S, "600")) if stuck_s is None else stuck_s
     check_positive("stuck_s", stuck_s)
     timeout_s = min(300.0, max(60.0, stuck_s / 2)) if timeout_s is None else timeout_s
     check_positive("timeout_s", timeout_s)
@@ -168,11 +162,8 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
-def _checked(job: Job) -> Job:
-    if job.process_id >= job.num_processes:
-        raise ValueError(
-            f"process_id (={job.process_id}) must be at least 0 and below num_processes (={job.num_processes})"
-        )
-    if job.port > 65535:
-        raise ValueError(f"port (={job.port}) of the coordinator must be at most 65535")
-    return job
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line to standard error in one write, which lines of other processes do not split as ``print``'s two."""
+    stream = stream or sys.stderr
+    stream.write(f"{line}\n")
+    stream.flush()

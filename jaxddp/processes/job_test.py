@@ -1,6 +1,7 @@
 """What each launcher's variables say of the job, and what is refused."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -72,10 +73,8 @@ def test_devices_follow_from_the_launcher(num_local, local, num_visible, devices
     [
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, r"MASTER_PORT \(=''\) must be a number, as"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR must name the host of process 0"),
-        (TORCHRUN | {"RANK": "4"}, r"process_id \(=4\) must be at least 0 and below num_processes \(=4\)"),
         (TORCHRUN | {"WORLD_SIZE": "\u00b2"}, r"WORLD_SIZE \(='.'\) must be a number, as"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, r"WORLD_SIZE \(='0'\) must be a number, as"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, r"port \(=65536\) of the coordinator must be at most 65535"),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR must name the host of process 0"),
         (SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]n[3-4]"}, "MASTER_ADDR must name the host of process 0"),
     ],
@@ -115,8 +114,6 @@ def test_how_long_to_wait(monkeypatch):
     monkeypatch.setenv(job.STUCK_S, "200.0")
     assert waits(None, None) == (100, 200) and waits(5, 6) == (5, 6)
     assert refusal(waits, None, 0).startswith("stuck_s (=0) must be a positive finite number")
-    monkeypatch.setenv(job.STUCK_S, "10 s")
-    assert "JAXDDP_STUCK_S (='10 s') must be a number of seconds" in refusal(waits, None, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback has another name")
@@ -130,3 +127,14 @@ def test_a_job_on_one_host_keeps_nccl_and_gloo_on_loopback(monkeypatch):
     os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
     keep_to_loopback(one)
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("lo", "eth7")
+
+
+def test_lines_of_unbuffered_processes_that_share_standard_error_stay_whole():
+    script = "from jaxddp.processes.job import print_line\nfor _ in range(2000): print_line('x' * 50)"
+    with subprocess.Popen(
+        ["sh", "-c", '"$0" -u -c "$1" & "$0" -u -c "$1"; wait', sys.executable, script],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as shell:
+        lines = shell.stderr.read().splitlines()
+    assert lines == 4000 * ["x" * 50]

@@ -1,7 +1,4 @@
-"""Joins a process to its job: one JAX program over the devices of all its processes.
-
-It finds the job, calls the roll, starts the watchdog, and joins JAX's coordinator, which process 0 runs.
-"""
+"""Joins a process to its job: one JAX program over the devices of all its processes."""
 
 import os
 from typing import Any
@@ -14,11 +11,10 @@ from jaxlib import _jax
 from .. import __version__
 from ..plugins import devices
 from ..training.validation import count_examples
-from .job import Job, find_job_or, keep_to_loopback, visible_gpus, waits
+from .job import Job, find_job_or, keep_to_loopback, print_line, visible_gpus, waits
 from .roll_call import address_here, meet
-from .stderr import print_line
 from .torchrun import with_free_port
-from .watchdog import end, refuse_second, waiting, watch
+from .watchdog import watch
 
 
 def start_process(
@@ -33,9 +29,9 @@ def start_process(
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
     Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
-    GKE); outside any job this is one process. ``data_mesh()`` then spans every device of the job. A process
-    alone on its host uses all of the host's GPUs, else the one of its local rank. Process 0 prints what was found. When
-    another process is killed, fails or no longer answers, this one prints a line and ends with status 5.
+    GKE); outside any job this is one process. A process alone on its host uses all of the host's GPUs, else the one of
+    its local rank. When another is killed, fails or no longer answers, this one prints a line and ends with status 5.
+    Gives the job; None outside any, and where JAX found it.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
@@ -47,30 +43,28 @@ def start_process(
         preemption_service: Whether JAX takes SIGTERM, and ``multihost_utils.reached_preemption_sync_point`` tells after
             which step all processes end.
 
-    Returns:
-        The job; None outside any, and where JAX found it.
-
     Raises:
-        ValueError: If the job contradicts itself, JAX has started, the port is taken, the others do not come within the
-            timeout, or JAX_PLATFORMS names none of this machine.
+        ValueError: If the job contradicts itself, JAX has started, or other processes do not come in time.
+        OSError: If the coordinator's port is taken.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
-        _join_what_jax_finds()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            if "coordinator_address" not in str(error):  # JAX's words for no job
+                raise
         return None
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:
-        refuse_second(job)
-        place = with_free_port(job, timeout_s)
-        connections = meet(place, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
+        job = with_free_port(job, timeout_s)
+        connections = meet(job, {"jaxddp": __version__, "jax": jax.__version__}, timeout_s)
         if xla_bridge.backends_are_initialized():
             raise ValueError("start_process must be called before anything else uses JAX, as a key or an array does")
         watch(job, connections, stuck_s)
-        _use_gloo_at(address_here(place, connections))
-        with waiting():
-            _join(place, local_devices, timeout_s, preemption_service)
-        job = place
+        _use_gloo_at(address_here(job, connections))
+        _join(job, local_devices, timeout_s, preemption_service)
     devices()  # in all processes: they exchange what they have
     if job.process_id == 0 and coordinator_address is None:
         local = jax.local_devices()
@@ -104,14 +98,6 @@ def _join(job: Job, local_devices: list[int], timeout_s: float, preemption_servi
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=job._replace(host=job.bind_host).address if job.process_id == 0 else None,
     )
-    state = distributed.global_state
-    shut_down = state.shutdown
-
-    def shutdown() -> None:  # also where a user calls jax.distributed.shutdown
-        end()
-        shut_down()
-
-    state.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def _use_gloo_at(address: str | None) -> None:
@@ -125,17 +111,3 @@ def _use_gloo_at(address: str | None) -> None:
         return xla_bridge.make_cpu_client(collectives=gloo)
 
     register_backend_factory("cpu", make_client, fail_quietly=False)
-
-
-def _join_what_jax_finds() -> None:
-    # JAX takes every Kubernetes pod for one of an indexed Job, and fails in others, such as a notebook's.
-    is_of_job = "JOB_COMPLETION_INDEX" in os.environ
-    kubernetes = None if is_of_job else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
-    try:
-        jax.distributed.initialize()
-    except ValueError as error:
-        if "coordinator_address" not in str(error):  # JAX's words for no job
-            raise
-    finally:
-        if kubernetes is not None:
-            os.environ["KUBERNETES_SERVICE_HOST"] = kubernetes

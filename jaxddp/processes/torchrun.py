@@ -16,7 +16,7 @@ def with_free_port(job: Job, timeout_s: float) -> Job:
     store = TCPStore(job.host, job.port, timeout=timedelta(seconds=timeout_s))
     key = f"jaxddp/coordinator/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if job.process_id == 0:
-        with job.listen(port=0) as probe:
+        with job._replace(port=0).listen() as probe:
             store.set(key, f"{probe.getsockname()[1]} {secrets.token_hex(16)}")
     port, token = store.get(key).decode().split()
     return job._replace(port=int(port), token=token)

@@ -1,18 +1,10 @@
 """Ends a job of several processes when one of them is lost or stuck: the others would wait for it in a collective.
 
-A thread in each process keeps the connection of the roll call to process 0. It says ten times a second how far its
+A thread in each process keeps the connection of the roll call to process 0, and says ten times a second how far its
 process is: the step that it began, a call after it (an evaluation, a check of replicas), and in torch the number of
-collectives that it started. Process 0 judges, and tells all; the others judge process 0. A process is lost whose
-connection ends; that has said nothing for ``stuck_s``, ``_START_S`` at least before its first step; that ended, with an
-error or while others are further, ``GRACE_S`` after it said so. One is stuck that is behind the others while none goes
-further for ``stuck_s``, and all are if none ends a step, other than the first.
-
-Then every process prints one line and ends with status 5, after ``stuck_s`` with the stacks of its threads; one that
-it names as failed ends with its own, after the others. Processes of JAX, and process 0 of torch, stay while others go
-on. If one was lost without having been stuck, a process outside of a step may be saving: it is let finish, and ends
-when it begins another step, or after ``stuck_s``; at once if process 0 is gone, which runs the coordinator. The
-libraries do none of this: XLA's heartbeat takes a minute and a half and aborts, NCCL's and Gloo's time limits name
-nobody, and neither sees a process that is alive and stuck. No framework is imported.
+collectives that it started. Process 0 judges, and tells all, who end with a line each (docs/clusters.md has the rules);
+the others judge process 0. XLA's heartbeat takes a minute and a half, NCCL's and Gloo's time limits name nobody, and
+neither sees a process that is alive and stuck. No framework is imported.
 """
 
 import atexit
@@ -24,14 +16,13 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from .job import Job
-from .stderr import print_line
+from .job import Job, print_line
 
 STATUS = 5  # of a process that another one's loss ends
 GRACE_S = 5.0  # in which processes may fail by themselves, with words of their own
@@ -41,6 +32,7 @@ _OTHERS_S = 8.0  # for which process 0 stays for the others: XLA aborts processe
 _START_S = 60.0  # at least, before a process has begun a step: it imports, which stops its threads, loads and compiles
 _LAST_WORDS_S = 1.0  # in which whoever started the processes may end them, and name the one that was lost
 
+_Count = Callable[[], int]
 _Place = tuple[int, int, int]  # steps begun, calls after the last one, collectives started
 
 
@@ -48,7 +40,6 @@ class _Fault(NamedTuple):
     reason: str
     is_stuck: bool = False  # then stacks show more of it
     failed: int = -1  # the process that an error of its own ended
-    place: _Place = (sys.maxsize, 0, 0)  # that it had come to: who is further waits for it
 
 
 @dataclass
@@ -78,11 +69,7 @@ class _Watchdog:
     """This process's thread, and what it knows of the others."""
 
     def __init__(
-        self,
-        job: Job,
-        connections: Mapping[int, Connection],
-        stuck_s: float,
-        count_collectives: Callable[[], int] | None,
+        self, job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: _Count | None
     ) -> None:
         self._number, self._stuck_s, self._count_collectives = job.process_id, stuck_s, count_collectives
         self._mine = _Process()
@@ -91,36 +78,20 @@ class _Watchdog:
         for other in self._others.values():
             self._selector.register(other.connection, selectors.EVENT_READ, other)
         self._beat_s = _BEAT_S * max(1.0, job.num_processes / 32)
-        self._fault: _Fault | None = None
-        self._faulty_since = 0.0
         self.begun = 0, 0  # steps, and calls after the last one
         self.is_in_step, self.is_done = False, lambda: True  # the latter of what the last step started
         self._ended: str | None = None
-        self._status = 1  # of an error of this process's own
+        self.status = 1  # of an error of this process's own
         self._has_told, self.is_ending = threading.Event(), threading.Event()
-        self._is_last = False  # of those that have not ended none is left
-        self._stays = False  # has ended, and waits for the others
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self.on_exit)
+        atexit.register(self.on_exit)  # before JAX's, which waits at its barrier
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._watch, name="jaxddp watchdog", daemon=True).start()
-
-    def leave(self, status: int, why: str) -> None:
-        self.is_in_step, self._status = False, status
-        self._say_end(why)
-        deadline = time.monotonic() + GRACE_S + self._stuck_s
-        while time.monotonic() < deadline and any(
-            not one.is_gone and (self._number == 0 or one.ended is None) for one in self._others.values()
-        ):
-            time.sleep(_BEAT_S)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)
 
     def _watch(self) -> None:
         before = time.monotonic()
         while True:
-            self._listen(self._beat_s)
+            fault = self._listen(self._beat_s)
             now, waits, ended = time.monotonic(), self.is_in_step or not self.is_done(), self._ended
             if now - before > _PAUSE_S:
                 for one in (self._mine, *self._others.values()):
@@ -129,30 +100,17 @@ class _Watchdog:
             started = 0 if self._count_collectives is None else self._count_collectives()
             place = *self.begun, max(self._mine.place[2], started)
             self._mine.hear(place, waits, ended)
-            self._tell({"place": place, "waits": waits, "ended": None if self._stays else ended})
+            self._tell({"place": place, "waits": waits, "ended": ended})
             if ended is not None:
                 self._has_told.set()
-            if self._fault is None and (fault := self._judge(now)):
-                self._note(fault)
+            if fault is None and (fault := self._judge(now)):
                 self._tell({"fault": fault})
-            if self._fault is not None:
-                # One that has ended would wait at JAX's barrier for those that it ended.
-                is_last = ended is not None and (self._is_last or all(map(self._is_let_go, self._others.values())))
-                is_late = now - self._faulty_since > self._stuck_s
-                waits |= self._fault.place < place
-                if self._fault.is_stuck or waits or self._is_cut_off() or is_last or is_late:
-                    self._end(self._fault)
+            if fault is not None:
+                self._end(fault)
 
-    def _is_let_go(self, other: _Process) -> bool:
-        """Whether a process that has ended need not wait for another one, because of which it does."""
-        return other.is_gone or (self._number == 0 and other.ended is not None)
-
-    def _is_cut_off(self) -> bool:
-        return self._number != 0 and self._others[0].is_gone
-
-    def _listen(self, seconds: float) -> None:
+    def _listen(self, seconds: float) -> _Fault | None:
         """Reads what the others say for so long, or until one is gone: XLA aborts soon after process 0 is."""
-        until = time.monotonic() + seconds
+        until, fault = time.monotonic() + seconds, None
         while (left := until - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 one = key.data
@@ -162,16 +120,11 @@ class _Watchdog:
                     self._selector.unregister(one.connection)
                     one.is_gone, until = True, 0.0
                     continue
-                if "is_last" in said:
-                    self._is_last = True
-                elif "fault" not in said:
+                if "fault" in said:
+                    fault = _Fault(*said["fault"])
+                else:
                     one.hear(tuple(said["place"]), said["waits"], said["ended"])
-                elif self._fault is None:
-                    reason, is_stuck, failed, place = said["fault"]
-                    self._note(_Fault(reason, is_stuck, failed, tuple(place)))
-
-    def _note(self, fault: _Fault) -> None:
-        self._fault, self._faulty_since = fault, time.monotonic()
+        return fault
 
     def _tell(self, said: dict[str, Any]) -> None:
         """Says it to all; but to one that is silent, and so may not read, only a fault: its buffer may become full."""
@@ -201,9 +154,9 @@ class _Watchdog:
         for number, one in missed.items():
             if one.is_gone or now - one.ended_at > GRACE_S:
                 if one.ended:
-                    return _Fault(f"process {number} failed, {_last_step(one)}: {one.ended}", False, number, one.place)
+                    return _Fault(f"process {number} failed, {_last_step(one)}: {one.ended}", failed=number)
                 began = f"others began {_name(newest, one.place)}"
-                return _Fault(f"process {number} has ended, {_last_step(one)}, and {began}", place=one.place)
+                return _Fault(f"process {number} has ended, {_last_step(one)}, and {began}")
         live = {number: one for number, one in everyone.items() if one.ended is None}
         if missed or not live:
             return None
@@ -232,46 +185,36 @@ class _Watchdog:
             if fault.is_stuck:
                 faulthandler.dump_traceback(stderr)
             sys.stdout.flush()
-            if not self._is_cut_off():  # else XLA aborts this process at once
+            if self._number == 0 or not self._others[0].is_gone:  # else XLA aborts this process at once
                 time.sleep(_LAST_WORDS_S)
             deadline = time.monotonic() + _OTHERS_S
             while self._number == 0 and (now := time.monotonic()) < deadline:
-                left = [one for one in self._others.values() if not one.is_gone and now - one.heard <= _PAUSE_S]
-                if not left:
+                if all(one.is_gone or now - one.heard > _PAUSE_S for one in self._others.values()):
                     break
-                if all(one.ended is not None for one in left):  # they wait at JAX's barrier, or for this
-                    self._tell({"is_last": True})
                 self._listen(_BEAT_S)
         finally:
-            os._exit(self._status if fault.failed == self._number else STATUS)
+            os._exit(self.status if fault.failed == self._number else STATUS)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
-            self._say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
+            self.say_end(" ".join(f"{kind.__name__}: {error}".split())[:300].rstrip(": "))
             wait_for_end()
         self._excepthook(kind, error, trace)
 
     def on_exit(self) -> None:
+        self.say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
         is_jax = self._count_collectives is None  # whose barrier would abort all after five minutes
-        self._stays = is_jax and self._number == 0  # the others, who know of this process alone, stay as well
-        self._say_end(self._ended or ("it ended within a step" if self.is_in_step else ""))
-        if self._number and not is_jax:
-            return
-        try:  # those whom it keeps waiting in a collective are let go on, to fail in it
-            while any(
-                one.ended is None and not one.is_gone and self._is_going_on(one) for one in self._others.values()
-            ):
-                time.sleep(_BEAT_S)
-        finally:
-            self._stays = False
-            self._say_end(self._ended or "")
+        while (is_jax or self._number == 0) and any(map(self._is_going_on, self._others.values())):
+            time.sleep(_BEAT_S)
 
     def _is_going_on(self, other: _Process) -> bool:
         """Whether another process may do without this one, which has ended, or is to be judged."""
         needs_this = other.place[2] > self._mine.place[2] and other.place[:2] <= self._mine.place[:2]
-        return not needs_this and time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
+        if other.ended is not None or other.is_gone or (needs_this and not self._ended):  # the last fails by itself
+            return False
+        return time.monotonic() - other.moved < self._patience_s(other) + GRACE_S
 
-    def _say_end(self, why: str) -> None:
+    def say_end(self, why: str) -> None:
         self._has_told.clear()
         self._ended = why
         if self._others:
@@ -297,25 +240,14 @@ def _last_step(process: _Process) -> str:
 
 
 _watchdog: _Watchdog | None = None
-_joined: set[str] = set()  # addresses of jobs
 
 
 def watch(
-    job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: Callable[[], int] | None = None
+    job: Job, connections: Mapping[int, Connection], stuck_s: float, count_collectives: _Count | None = None
 ) -> None:
-    """Starts the thread, whose the connections of ``meet`` become; ``job`` as it was found.
-
-    ``stuck_s`` are seconds without a word, or in which none goes further.
-    """
+    """Starts the thread, which takes over the connections; ``stuck_s`` without a word or a step forward end the job."""
     global _watchdog
-    _joined.add(job.address)
     _watchdog = _Watchdog(job, connections, stuck_s, count_collectives)
-
-
-def refuse_second(job: Job) -> None:
-    """Raises a ValueError if this process has joined this job before, whose port is in use: in either framework."""
-    if job.address in _joined:
-        raise ValueError("this process has joined its job before, and can do so once")
 
 
 def begin_step(is_call: bool = False) -> None:
@@ -332,38 +264,16 @@ def end_step(is_done: Callable[[], bool] = lambda: True) -> None:
         _watchdog.is_done, _watchdog.is_in_step = is_done, False
 
 
-def end() -> None:
-    """Says that this process takes no more steps, and waits for the others, as at its end."""
-    if _watchdog is not None:
-        _watchdog.on_exit()
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Notes that this process waits for the others, but is not further than they are: it ends if one is lost."""
-    if (dog := _watchdog) is None:
-        yield
-        return
-    before, dog.is_in_step = dog.is_in_step, True
-    try:
-        yield
-    finally:
-        dog.is_in_step = before
-
-
 def leave(why: str, status: int) -> None:
-    """Ends this process after an error of its own, if it is in a job, when the others have ended because of it.
-
-    JAX would wait for them at a barrier for five minutes. Process 0 is the last: XLA aborts processes that miss it.
-    """
+    """Says that an error ends this process, whose exit status it is if the others end because of it."""
     if _watchdog is not None:
-        _watchdog.leave(status, why)
+        _watchdog.status = status
+        _watchdog.say_end(why)
 
 
 def wait_for_end() -> None:
     """Called after an error: if it came of another process's loss, the thread ends this process with a line."""
     if _watchdog is not None:
-        _watchdog.is_in_step = True  # an update or a save may wait for the others as well
         if _watchdog.is_ending.wait(2.0):
             time.sleep(60)
         _watchdog.is_in_step = False

@@ -17,7 +17,7 @@ from jax._src import distributed  # the store has no public name
 
 from ..processes.job import find_job
 from ..processes.roll_call import disagreement
-from ..processes.watchdog import begin_step, end_step, wait_for_end, waiting
+from ..processes.watchdog import begin_step, end_step, wait_for_end
 
 BATCH_S = 300.0  # for a process whose batch has new shapes as well; the watchdog is first if it waits for less
 _calls = itertools.count()
@@ -63,6 +63,4 @@ def gather_texts(text: str, timeout_s: float) -> Iterator[str]:
     key = f"jaxddp/texts/{next(_calls)}"
     client.key_value_set(f"{key}/{jax.process_index()}", text)
     for process in range(jax.process_count()):
-        with waiting():
-            text = client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))
-        yield text
+        yield client.blocking_key_value_get(f"{key}/{process}", round(1000 * timeout_s))

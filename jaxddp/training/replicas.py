@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..processes.replicas import replicas_differ
+from ..processes.roll_call import replicas_differ
 from ..tree import named_leaves
 from .programs import no_mesh
 from .train import Trainer, TrainState

@@ -24,9 +24,6 @@ if kinds in ("0", "1"):
 jaxddp.start_process(address, 2, process_id)
 
 def run(kind):
-    if kind == "twice":
-        jaxddp.start_process(address, 2, process_id)
-
     def loss_fn(params, batch):
         is_unlike = kind == "constant" or (kind == "second" and "d" in params)
         last = np.array([1, 2 + process_id if is_unlike else 2], "f4")
@@ -106,7 +103,6 @@ REFUSED = {
     "measures": "what evaluate measures (=.* in process 1) must be .*, as in process 0",
     "position": "data_position (=1 in process 1) must be 0, as in process 0",
     "across": "batch of process 1 must be the same as of another with ranks [0]",
-    "twice": "this process has joined its job before, and can do so once",
     "plan": r"plan (='2 buckets, checksum \w+' in process 1) must be '1 buckets, checksum \w+', as in process 0",
 }
 
