@@ -36,8 +36,8 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     graph, params, streams, model_state = parts
     names = sorted({node.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)})
 
-    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
-        if not isinstance(model_state, nnx.State):
+    def loss_fn(params: Any, model_state: Any, batch: Any = None, key: jax.Array | None = None) -> Any:
+        if not isinstance(model_state, nnx.State):  # a batch, without has_state
             kind = type(model_state).__name__
             raise ValueError(f"model_state (={kind}) must be that of from_nnx: give the trainer has_state=True")
         # Without a copy it would share its random streams with the model, which JAX refuses to change in a trace.

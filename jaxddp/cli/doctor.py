@@ -1,6 +1,7 @@
 """``python -m jaxddp doctor``: what of this machine changes results; each framework is asked in a process that ends."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,8 @@ _OVERRIDES = {
     "NVIDIA_TF32_OVERRIDE": "it replaces what programs ask for in both frameworks: unset it",
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for and nothing overlaps: unset it",
     "CUDA_DEVICE_MAX_CONNECTIONS=1": "communication starts only after the computation queued before it: unset it",
+    "NCCL_P2P_DISABLE": "GPUs of a host do not use NVLink",
+    "NCCL_IB_DISABLE": "hosts communicate over TCP",
 }
 _SMI_TIMEOUT_S = 60.0  # a driver that starts the GPUs first takes seconds for each
 _LIBRARY = re.compile(r"nvidia[-_](nccl|cudnn|cuda[-_]runtime)\b.*")
@@ -59,14 +62,15 @@ def add_parser(commands: Any) -> None:
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
         allow_abbrev=False,
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something will not work, else 0."""
     lines = list(examine())
-    for status, subject, found in lines:
-        print(f"{status:4}  {subject:10}  {found}")
+    shown = "\n".join(f"{status:4}  {subject:10}  {found}" for status, subject, found in lines)
+    print(json.dumps(lines) if arguments.json else shown)
     return int(any(line[0] == FAIL for line in lines))
 
 
@@ -109,6 +113,10 @@ def examine() -> Iterator[Line]:
     if len(found) > 1 and (free_bytes := shutil.disk_usage("/dev/shm").free) < _GIB:
         advice = "NCCL's processes share memory there: give the container --shm-size=1g or more"
         yield NOTE, "memory", f"{free_bytes / _GIB:.1f} GiB of /dev/shm free: {advice}"
+    for gpu in found:
+        if gpu.free_bytes < 0.9 * gpu.memory_bytes:
+            free = f"{gpu.free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB of GPU {gpu.number} free"
+            yield NOTE, "memory", f"{free}: other processes hold the rest: nvidia-smi names them"
     for name, value in variables().items():
         advice = _OVERRIDES.get(name) or _OVERRIDES.get(f"{name}={value}", "")
         yield (NOTE, "variable", f"{name}={value}: {advice}") if advice else (OK, "variable", f"{name}={value}")

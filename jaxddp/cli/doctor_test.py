@@ -23,8 +23,8 @@ def machine(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def report(*, num_gpus=8, name=H100, plugins=("xla_cuda13",), libraries=None, jax=JAX, torch=TORCH):
-        gpus = [doctor.Gpu(i, f"GPU-{i}", name, "580.65.06", 80 * GIB, 80 * GIB) for i in range(num_gpus)]
+    def report(*, num_gpus=8, name=H100, free=80, plugins=("xla_cuda13",), libraries=None, jax=JAX, torch=TORCH):
+        gpus = [doctor.Gpu(i, f"GPU-{i}", name, "580.65.06", 80 * GIB, free * GIB) for i in range(num_gpus)]
         fakes = {"gpus": lambda: gpus, "cuda_libraries": lambda: libraries or {}, "num_cores": lambda: 16}
         for function, fake in fakes.items():
             monkeypatch.setattr(doctor, function, fake)
@@ -64,6 +64,7 @@ NCCLS = {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.29.7"}
         ({"jax": (1, "CUDA_ERROR_DEVICE_UNAVAILABLE")}, {}, FAIL, "JAX", "JAX must start here: reinstall it, or "),
         ({"libraries": NCCLS}, {}, FAIL, "libraries", "install .[cuda12] or .[cuda13] anew"),
         ({"plugins": ("xla_cuda12", "xla_cuda13")}, {}, FAIL, "libraries", "which one JAX starts is chance: beside "),
+        ({"num_gpus": 1, "free": 8}, {}, NOTE, "memory", "other processes hold the rest: nvidia-smi names them"),
         ({"num_gpus": 0}, {}, FAIL, "GPUs", "nvidia-smi must list them: is it installed, and does it run?"),
         ({}, {"RANK": "0"}, FAIL, "job", "WORLD_SIZE (='') must be a number, as other variables of a job"),
         ({}, {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, NOTE, "variable", "torch multiplies float32 in TF32 whatever "),

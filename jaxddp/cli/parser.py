@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from zipfile import BadZipFile
 
 from .. import __version__
 from ..processes.job import print_line
@@ -42,6 +43,7 @@ def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
 
 
 _STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4, ValueError: 2, OSError: 2}
+_STATUSES |= {BadZipFile: 2, EOFError: 2}  # a file of weights that is damaged
 
 
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:

@@ -73,12 +73,16 @@ class TrainOptions:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
         check_positive("learning_rate", self.learning_rate)
+        if check_integer("seed", self.seed, 0) >= 2**63:
+            raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
         if num_ranks := self.devices or self.processes:
             self.check_batch_size(num_ranks)
+        if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
+            raise ValueError(f"strategy {self.strategy!r} has no buckets: leave out bucket_mb (={self.bucket_mb:g})")
         self.strategy_options = {} if self.bucket_mb is None else {"bucket_mb": self.bucket_mb}
         self.config = SIZES[self.model]
 
