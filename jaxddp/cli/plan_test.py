@@ -33,7 +33,7 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
     assert set(default) >= KEYS
     assert (default["min_tokens"], default["compute_bound"], default["params"]) == (25_302, True, 219_848_638_464)
     assumed = default["assumptions"]
-    assert (assumed["passes"], assumed["overlapped_axes"], assumed["ring_factors"]) == ("forward", False, False)
+    assert (assumed["passes"], assumed["ring_factors"]) == ("forward", False)
     assert (assumed["flops_per_s"], assumed["link_gb_per_s"]) == (4.6e14, 180)
     assert planned(CUSTOM, capsys) == planned(f"{CUSTOM} --target v5p:64 --tp 1", capsys)  # has no grid of its own
 
