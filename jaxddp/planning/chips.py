@@ -1,9 +1,7 @@
 """Published peak numbers of accelerators, by name, and target specs.
 
 Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W; of TPUs it is all links of the torus together.
-
-A target is a chip and a count, by hosts:
+at 1000 W. A target is a chip and a count, by hosts:
 
     ``h100:8``     one host of 8 GPUs joined by NVLink
     ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``

@@ -13,9 +13,8 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i to compute and
-m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step waits for
-T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call. For n equal ones of s/n bytes that
+take C/n seconds to compute, the step waits after the last for
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
@@ -108,7 +107,7 @@ class Buckets(NamedTuple):
 def best_buckets(
     compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
 ) -> Buckets:
-    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o, which must not be 0."""
+    """Computes n* of the table above, from one to ``most``, from C, s, w and o, which must not be 0."""
     send_s = num_bytes / bytes_per_s
     n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)

@@ -1,10 +1,8 @@
 """Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
-GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
-of ``Network``. TPUs: a slice is a torus with links in both directions. Tensor-parallel ranks have one of its axes, all
+Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas. On a torus tensor parallelism has one axis, all
 others the rest, and a group over M axes sends M times what one does. A v5p has the numbers of the scaling book
-(https://jax-ml.github.io/scaling-book/tpus): 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9
-for three axes.
+(https://jax-ml.github.io/scaling-book/tpus), 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's.
 """
 
 from dataclasses import replace
@@ -31,9 +29,8 @@ def network_of(
 ) -> Network:
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
-    A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
-    None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
-    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
+    ``gb_per_s`` is within a host, or over all links of a torus; None is as published. ``file`` has measured curves in
+    its place: a path, ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with that fabric between hosts.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":

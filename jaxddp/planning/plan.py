@@ -1,9 +1,7 @@
 """Whether a training step fits a cluster and keeps it busy, by ``formulas.py``, before anything is compiled.
 
-The devices form R replicas of X x Y ranks. Y ranks split each matrix (tensor parallelism). X ranks share the training
-state by ZeRO stage and work on different tokens, as the replicas do. Stage 3 gathers parameters (FSDP); the other
-stages only reduce gradients, in the backward. The step is split into the fewest micro-batches that fit into memory.
-Norm gains are counted as if tensor parallelism split them too.
+The devices form R replicas of X x Y ranks: Y split each matrix (TP), X share the training state by ZeRO stage and work
+on different tokens, as the replicas do. The step is split into the fewest micro-batches that fit into memory.
 """
 
 import math
@@ -88,6 +86,11 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     step = None  # estimated without tensor parallelism, replicas of shards, or a torus
     if job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not target.torus:
         step = estimate(_run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches))
+    notes = []
+    if any(side < 4 for side in target.torus):
+        notes.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
+    if total > (pool := target.chip.pool_bytes) and not target.torus:
+        notes.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     return {
         "target": target.spec,
         "devices": job.num_devices,
@@ -122,17 +125,8 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "latency_us": network.latency_us,
             "network_source": network.source,
         },
-        "notes": _notes(job, total),
+        "notes": notes,
     }
-
-
-def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
-    found = []
-    if any(side < 4 for side in job.target.torus):
-        found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
-    if total_bytes > (pool := job.target.chip.pool_bytes) and not job.target.torus:
-        found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
-    return found
 
 
 def _best_split(job: TrainingJob) -> dict[str, int]:
@@ -197,9 +191,8 @@ def _tokens(job: TrainingJob, least: float) -> int:
         return job.tokens
     if math.isinf(least):
         raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    if job.sequence_length == 1:
-        return max(math.ceil(least), job.least_tokens)
-    return max(1, math.ceil(least / job.least_tokens)) * job.least_tokens
+    step = 1 if job.sequence_length == 1 else job.least_tokens
+    return max(math.ceil(least / step) * step, job.least_tokens)
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
