@@ -41,14 +41,14 @@ def read(path, lines):
 
 def test_a_file_has_a_line_for_each_size(tmp_path):
     small, large = read(tmp_path / "out.txt", GATHERS)
-    assert small == ("all_gather", 4, 1, 1024, 12.31, 0)
-    assert large == ("all_gather", 4, 1, 2**26, 212.4, 0)
+    assert small == ("all_gather", 4, 1024, 12.31 * 1e-6)
+    assert large == ("all_gather", 4, 2**26, 212.4 * 1e-6)
 
 
 def test_older_releases_do_not_name_themselves(tmp_path):
     older = output("broadcast_perf", 4, SMALL, names_itself=False)
     (small,) = read(tmp_path / "broadcast_perf.log", older)
-    assert small.collective == "broadcast"
+    assert small[0] == "broadcast"
 
 
 @pytest.mark.parametrize("names_itself", [True, False], ids=["announced", "echoed by the shell"])
@@ -59,18 +59,15 @@ def test_a_file_of_two_programs_has_the_lines_of_each(tmp_path, names_itself):
     gathers = output("all_gather_perf", 2, line, names_itself=names_itself)
     echo = [] if names_itself else ["+ ./all_reduce_perf -b 8G", "+ ./all_gather_perf -b 8G"]
     lines = [*echo[:1], *reduces, *echo[1:], *gathers]
-    found = [(line.collective, line.num_ranks, line.num_bytes) for line in read(tmp_path / "x", lines)]
-    assert found == [("all_reduce", 8, size), ("all_gather", 2, size)]
+    assert [row[:3] for row in read(tmp_path / "x", lines)] == [("all_reduce", 8, size), ("all_gather", 2, size)]
 
 
 def test_what_has_no_time_or_no_counterpart_is_left_out(tmp_path):
     nothing = SMALL.replace("1024 ", "   0 ")
     exchanges, hypercubes = (output(f"{name}_perf", 2, LARGE) for name in ("alltoall", "hypercube"))
     lines = output("all_gather_perf", 4, nothing, SMALL) + hypercubes + exchanges
-    found = [
-        (line.collective, line.num_ranks, line.num_bytes) for line in read(tmp_path / "all_gather_perf.log", lines)
-    ]
-    assert found == [("all_gather", 4, 1024), ("all_to_all", 2, 2**26)]
+    found = read(tmp_path / "all_gather_perf.log", lines)
+    assert [row[:3] for row in found] == [("all_gather", 4, 1024), ("all_to_all", 2, 2**26)]
 
 
 @pytest.mark.parametrize(
@@ -87,5 +84,5 @@ NO_SIZES = [line for line in GATHERS if line not in (SMALL, LARGE)]
 
 @pytest.mark.parametrize("lines", [["no GPU"], ["# all_reduce_perf", SMALL], GATHERS[1:], NO_SIZES])
 def test_another_file_is_refused(lines, tmp_path):
-    with pytest.raises(ValueError, match=r"^file '.*x.txt' must be what nccl-tests printed, with the name of its "):
+    with pytest.raises(ValueError, match=r"^it must be what nccl-tests printed, with the name of its "):
         read(tmp_path / "x.txt", lines)

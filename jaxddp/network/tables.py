@@ -57,12 +57,9 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives``,
-    its ``metrics.jsonl``, or a JSON object of times of full buffers:
-    ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
-
-    Raises:
-        ValueError: If it holds no such rows, a single size, or times that do not grow.
+    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or its
+    ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``. A
+    ValueError says if it holds no such rows, a single size, or times that do not grow.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -76,11 +73,7 @@ def from_file(path: str | Path) -> Network:
         elif text.lstrip().startswith("{") and "us" in (found := json.loads(text)):
             times = _times_of_table(found["us"])
         else:
-            lines = nccl_tests.read_file(file)
-            if (num_hosts := max(line.num_hosts for line in lines)) > 1:
-                raise ValueError(f"its ranks are on {num_hosts} hosts, where those of one are asked for")
-            right = (line for line in lines if not line.num_wrong)
-            times = _shortest((line.collective, line.num_ranks, line.num_bytes, line.time_us * 1e-6) for line in right)
+            times = _shortest(nccl_tests.read_file(file))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_times(times, str(path))
@@ -133,12 +126,8 @@ def _of_times(times: _Times, source: str) -> Network:
         # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
         least = [*accumulate((by_size[size] for size in sorted(by_size, reverse=True)), min)]
         curve = tuple(zip(sorted(by_size), reversed(least), strict=True))
-        if (
-            len(curve) < 2
-            or not curve[-1][1] > curve[0][1]
-            or ranks < 2
-            or not all(0 < one < math.inf for row in by_size.items() for one in row)
-        ):
+        is_positive = all(0 < one < math.inf for row in by_size.items() for one in row)
+        if not is_positive or ranks < 2 or len(curve) < 2 or curve[-1][1] <= curve[0][1]:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
         curves[kind][ranks] = curve
     if not curves:
