@@ -5,8 +5,6 @@ import json
 import math
 import pkgutil
 import sys
-from collections.abc import Iterable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,8 +33,6 @@ _TRACE_LEGEND = (
     "Compute: while anything but a collective runs; exposed: communication without it. Curve: what the network takes "
     "for one; a collective's time includes the wait for the last rank, so the shortest is held against it."
 )
-_OF_MODELS = ("batch_per_device", "dtype")
-_OF_PROGRAMS = ("strategy", "compare", "bucket_mb", "peaks", "out", *_OF_MODELS)
 _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
@@ -83,7 +79,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
-        _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
         given = arguments.target, arguments.network_file, arguments.network_gb_per_s
         has_network = any(one is not None for one in given)
         return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
@@ -130,20 +125,15 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     from ..models import SIZES
 
     if arguments.trainer is not None:
-        _refuse(arguments, _OF_MODELS, "--trainer, whose function decides it")
+        for name in ("batch_per_device", "dtype"):
+            if (value := getattr(arguments, name)) != arguments.default_of(name):
+                raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
         return training_of(arguments.trainer)
     if arguments.model not in SIZES:
         raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
     num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
     training = transformer_training(SIZES[arguments.model], num_sequences)
     return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
-
-
-def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
-    """Refuses options that would be ignored."""
-    for name in names:
-        if (value := getattr(arguments, name)) != arguments.default_of(name):
-            raise ValueError(f"{name} (={value}) must be left out with {beside}")
 
 
 def training_of(spec: str) -> tuple[Any, ...]:
@@ -153,17 +143,10 @@ def training_of(spec: str) -> tuple[Any, ...]:
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    if not callable(make):
-        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
-    from ..training.train import Trainer
-
     made = make()
     if not isinstance(made, tuple) or len(made) not in (4, 5):
         raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")
-    *made, options = (*made, {})[:5]
-    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only} - {"model_state"}:
-        raise ValueError(f"trainer (={spec}) must give options of jaxddp.Trainer, or a model_state, not {min(unknown)}")
-    return (*made, options)
+    return (*made, {})[:5]
 
 
 def show(inspections: list[Any], model: str) -> None:

@@ -73,7 +73,6 @@ BAD_INPUT = {
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
     "--strategy naive --bucket-mb 5": "bucket_mb (=5) must come with a strategy that takes it, such as bucketed",
     "--write-network file": "write_network (=file) must come with --trace",
-    "--trace profile --bucket-mb 25": "bucket_mb (=25.0) must be left out with --trace, which compiles nothing",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
     "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
 }
@@ -119,9 +118,6 @@ def make():
 
 def wrong():
     return 1, 2
-
-def unknown():
-    return *huge(), {"microbatches": 2}
 """
 
 
@@ -161,10 +157,7 @@ def test_a_training_that_is_none(own, capsys):
     for options, message in {
         "no_such_module:make": "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No",
         "own_training:none": "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module",
-        "own_training": "trainer (=own_training) must be MODULE:FUNCTION, such as my_module:make",
         "own_training:wrong": "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)",
-        "own_training:unknown": "trainer (=own_training:unknown) must give options of jaxddp.Trainer, or a model_state,"
-        " not microbatches",
         "own_training:huge": "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'",
     }.items():
         assert_refused(f"inspect --trainer {options}", message, capsys)

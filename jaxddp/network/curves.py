@@ -10,16 +10,15 @@ A group that spans H hosts with n ranks each communicates within hosts first, th
 then between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once,
 and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
-A measured network (``tables.py``) has times within a host by kind, ranks and bytes, interpolated in the logarithms of
-sizes and of ranks; beyond the table the nearest row's rate is taken. What was not measured follows from the two
-numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and the latency L between
-hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
+Times measured within a host (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table
+the nearest row's rate is taken. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts,
+and the latency L between hosts. An all-reduce is a tree of hosts, the others one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-A fabric that was measured has a table in place of this formula; for other numbers of hosts its times grow as the
-formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
+A measured fabric has a table in place of this formula; over other numbers of hosts its times grow as the formula's
+bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 import math
@@ -69,10 +68,7 @@ class Network:
             raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
-        """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
-
-        ``num_bytes`` is of the full buffer, ``group`` device numbers. Of a ring it is what the last of a host sends.
-        """
+        """Bytes that a rank sends in one collective of devices: to ranks of its own host, and to other hosts."""
         by_host = self._by_host(group)
         local, num_ranks = max(by_host), sum(by_host)
         if kind in _ALL_TO_ALL:
