@@ -115,9 +115,6 @@ def inspect(
         say: Shows progress.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
-    Returns:
-        For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
-
     Raises:
         ValueError: If a strategy or the target is unknown, ``"auto"`` comes with options, the step does not fit into
             the target's memory, or as ``Trainer``.
@@ -133,21 +130,15 @@ def inspect(
     say(f"compiling {len(steps) + 1} programs for {machine.spec}")
     state = whole.abstract_state(params, model_state)
     pending = targets.start_compile_without_communication(whole, state, batch)
-    programs = [(_start_auto if one.name == AUTO else targets.start_compile)(one.trainer, one.state, batch)
-                for one in steps]  # fmt: skip
+    programs = [_start(step, batch) for step in steps]
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(step.planned, step.held[0] < all_params) for step in steps if step.name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
     bound = lower_bound(read_schedule(pending.result()), machine.chip, network, least, machine.num_devices)
-    found = []
-    for step, program in zip(steps, (one.result() for one in programs), strict=True):
-        schedule = read_schedule(program)
-        memory = _memory(schedule, step, batch, machine)
-        _check_fits(machine, f"a step of {step.name} needs", memory["peak"])
-        simulation, is_held = simulate(schedule, machine.chip, network), _is_held(program, step)
-        found.append(
-            Inspection(step.name, machine, network, step.planned, schedule, simulation, bound, memory, is_held)
-        )
+    found = [
+        _inspection(step, program.result(), batch, machine, network, bound)
+        for step, program in zip(steps, programs, strict=True)
+    ]
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
     same = [each for each, step in zip(found, steps, strict=True) if not step.is_sharded]
@@ -190,11 +181,13 @@ def _check_fits(target: targets.Target, what: str, needed: int) -> None:
         )
 
 
-def _start_auto(trainer: Trainer, state: TrainState, batch: Any) -> targets.Pending:
-    mesh = trainer.mesh
+def _start(step: _Step, batch: Any) -> targets.Pending:
+    trainer, mesh = step.trainer, step.trainer.mesh
+    if step.name != AUTO:
+        return targets.start_compile(trainer, step.state, batch)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     return targets.start_compile_for_target(
-        auto_step(trainer.loss_fn, trainer.optimizer), (state, batch),
+        auto_step(trainer.loss_fn, trainer.optimizer), (step.state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
 
@@ -206,21 +199,24 @@ def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> floa
     return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in planned)
 
 
-def _is_held(program: targets.TargetProgram, step: _Step) -> bool:
-    try:
-        return step.name == AUTO or step_memory(program, step.state)[:2] == step.held
-    except ValueError:  # without a leaf that nothing reads
-        return True
-
-
-def _memory(schedule: Schedule, step: _Step, batch: Any, target: targets.Target) -> dict[str, int]:
-    stats = schedule.memory
-    in_all = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    return {
+def _inspection(
+    step: _Step, program: targets.TargetProgram, batch: Any, target: targets.Target, network: Network, bound: Bound
+) -> Inspection:
+    schedule, stats = read_schedule(program), program.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    peak -= stats.alias_size_in_bytes  # outputs that take the place of donated arguments
+    _check_fits(target, f"a step of {step.name} needs", peak)
+    memory = {
         "parameters": step.held[0],
         "optimizer_state": step.held[1],
         "batch": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // target.num_devices,
         "temporaries": stats.temp_size_in_bytes,
-        "peak": in_all - stats.alias_size_in_bytes,  # outputs that take the place of donated arguments
+        "peak": peak,
         "available": target.chip.memory_bytes,
     }
+    try:
+        is_held = step.name == AUTO or step_memory(program, step.state)[:2] == step.held
+    except ValueError:  # without a leaf that nothing reads
+        is_held = True
+    simulation = simulate(schedule, target.chip, network)
+    return Inspection(step.name, target, network, step.planned, schedule, simulation, bound, memory, is_held)
