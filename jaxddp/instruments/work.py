@@ -9,10 +9,10 @@
     asynchronous      counted at the start; collectives count nothing
     library calls     as products, convolutions and attention; others bytes alone, with a note
 
-An array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes; what a TPU keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a
-product as a convolution, whose batch dims are window dims, padded or dilated so that only pairs of one batch meet.
-They print no trip counts: these follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
+An array counts once, in full; a slice or gather counts what it reads, an in-place update what it writes; what a TPU
+keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a product as a convolution, whose
+batch dims are window dims, padded or dilated so that only pairs of one batch meet. They print no trip counts: these
+follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def work_of(instruction: Instruction) -> Work:
         if opcode == "conditional":
             return max(called, key=lambda work: (work.flops, work.num_bytes), default=Work())
         return sum(called, Work()).times(trips(instruction))
-    found = arithmetic(instruction)
-    return Work(found.matmul_flops, found.vector_flops, _bytes(instruction), 1.0)
+    return replace(arithmetic(instruction), num_bytes=_bytes(instruction), num_kernels=1.0)
 
 
 def trips(caller: Instruction) -> int:
@@ -224,9 +223,8 @@ def _is_in_place(instruction: Instruction) -> bool:
 
 def _matmul_kind(instruction: Instruction) -> MatmulKind:
     """The kind of a product, from its first factor."""
-    printed = instruction.attribute("operand_precision").lower()
-    precision = "highest" if "highest" in printed else "high" if "high" in printed else "default"
-    return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
+    found = re.search("highest|high", instruction.attribute("operand_precision").lower())
+    return MatmulKind(instruction.inputs[0].arrays[0].dtype, found[0] if found else "default")
 
 
 def _called_name(instruction: Instruction) -> str:
