@@ -3,10 +3,9 @@
     jax.profiler          *.xplane.pb, or its trace.json.gz
     torch.profiler        trace.json or trace.json.gz of Kineto
 
-Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
-one may hold others: then only the time outside of those is its own. A device communicates while one of its collectives
-runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of collectives are
-in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
+An event may hold others: then only the time outside of those is its own. A device communicates while one of its
+collectives runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of
+collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
 """
 
 import gzip
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from ..network import KINDS
 from .schedule import Operation, read_schedule, walk
 
-PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
+_COMPUTES = PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
 _KINDS = {  # in letters only, as XLA, JAX, NCCL, Gloo and c10d spell them
     "reducescatter": "reduce-scatter", "psumscatter": "reduce-scatter", "allreduce": "all-reduce", "psum": "all-reduce",
     "allgather": "all-gather", "alltoall": "all-to-all", "ppermute": "collective-permute",
@@ -38,6 +37,8 @@ _OF_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+)|gloo:(\w+)|nccl:(\w+)
 _PRODUCT = re.compile(
     r"(?i)gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s"
 )
+# Planes and lines of what devices do; others of a plane repeat it by module or by step.
+_DEVICE_LINE = re.compile(r"/device:(TPU:.* XLA Ops$|GPU:.* Stream #)")
 _COPY = re.compile(r"mem(cpy|set)|copy|__amd_rocclr", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|attention|attn", re.IGNORECASE)
 _ITEMSIZES = {
@@ -54,14 +55,9 @@ class Event(NamedTuple):
     name: str
     start_us: float
     end_us: float
-    kind: str  # a kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
+    kind: str  # a kind of collective, or one of _COMPUTES
     num_bytes: int | None = None  # of a collective's full buffer; None if the profile does not say
     num_ranks: int | None = None  # that take part in a collective; None as well
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it communicates."""
-        return self.kind not in (PRODUCTS, ATTENTION, COPIES, OTHERS)
 
 
 class Overlap(NamedTuple):
@@ -107,7 +103,7 @@ class Trace:
         """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
         spent: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for event, *part in self.own_parts():
-            spent[event.device][event.is_collective].append(part)
+            spent[event.device][event.kind not in _COMPUTES].append(part)
         found = {}
         for device, (computed, sent) in spent.items():
             compute_us, sent_us, both_us = map(_union_us, (computed, sent, computed + sent))
@@ -119,7 +115,7 @@ class Trace:
         """How long each took in microseconds, by kind, bytes and number of ranks."""
         times: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)
         for event in self.events:
-            if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
+            if event.kind not in _COMPUTES and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
         return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
 
@@ -176,7 +172,7 @@ def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
 
 def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
     """What accelerators did, or XLA on CPUs if there are none; ``data`` may hold their programs."""
-    on_devices = [row for row in rows if _is_of_device(*row[:2])]
+    on_devices = [row for row in rows if _DEVICE_LINE.match(f"{row[0]} {row[1]}")]
     ran = on_devices or [row for row in rows if row[0] == "/host:CPU" and "hlo_op" in row[-1]]
     programs, notes = _programs(data, {_program_of(stats) for *_, stats in ran})
     events = []
@@ -190,13 +186,6 @@ def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes
             made = made._replace(kind=PRODUCTS)
         events.append(made)
     return events, notes
-
-
-def _is_of_device(plane: str, line: str) -> bool:
-    """Whether a line has what a device does; others of its plane repeat it by module or by step."""
-    if plane.startswith("/device:TPU:"):
-        return line in ("XLA Ops", "Async XLA Ops")
-    return plane.startswith("/device:GPU:") and line.startswith("Stream #")
 
 
 def _program_of(stats: Mapping[str, Any]) -> str:
@@ -271,7 +260,7 @@ def _of_kineto(about: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> li
         device = f"/device:GPU:{args['device']}" if on_gpus else f"CPU {each['pid']}"
         kind = _kind(f"nccl:{args['Collective name'].strip('_')}" if "Collective name" in args else name)
         event = Event(device, str(args.get("stream", each["tid"])), name, each["ts"], each["ts"] + each["dur"], kind)
-        if event.is_collective:
+        if kind not in _COMPUTES:
             num_ranks = args.get("Group size", world_size)
             event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
         events.append(event)
@@ -304,7 +293,7 @@ def _kind(name: str, op: str = "") -> str:
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:
-    total, last = 0.0, float("-inf")
+    total, last = 0.0, -math.inf
     for start, end in sorted(parts):
         total += max(0.0, end - max(start, last))
         last = max(last, end)

@@ -84,10 +84,14 @@ def transformer(
     mlp = feed_forward(width, hidden, num_layers, num_matrices)
     narrow = width // num_heads * (kv_heads or num_heads)
     block = (
-        ("attention_norm", (width,)), ("attention.query", (width, width)), ("attention.key", (width, narrow)),
-        ("attention.value", (width, narrow)), ("attention.output", (width, width)), ("mlp_norm", (width,)),
+        ("attention_norm", (width,)),
+        ("attention.query", (width, width)),
+        ("attention.key", (width, narrow)),
+        ("attention.value", (width, narrow)),
+        ("attention.output", (width, width)),
+        ("mlp_norm", (width,)),
         *((f"mlp.{name.rpartition('.')[2]}", shape) for name, shape in mlp.tensors[:num_matrices]),
-    )  # fmt: skip
+    )
     last = (("norm", (width,)), *(() if is_tied else (("head", (width, vocab)),)))
     blocks = tuple((f"blocks.{index}.{name}", shape) for index in range(num_layers) for name, shape in block)
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
