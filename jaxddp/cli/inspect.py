@@ -79,9 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
-        given = arguments.target, arguments.network_file, arguments.network_gb_per_s
-        has_network = any(one is not None for one in given)
-        return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
+        return show_trace(arguments)
     if arguments.write_network is not None:
         raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
@@ -124,26 +122,21 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     from ..instruments.inspect import transformer_training
     from ..models import SIZES
 
-    if arguments.trainer is not None:
-        for name in ("batch_per_device", "dtype"):
-            if (value := getattr(arguments, name)) != arguments.default_of(name):
-                raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
-        return training_of(arguments.trainer)
-    if arguments.model not in SIZES:
-        raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
-    num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
-    training = transformer_training(SIZES[arguments.model], num_sequences)
-    return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
-
-
-def training_of(spec: str) -> tuple[Any, ...]:
-    """Imports and calls what ``--trainer`` names; an error within the function is its author's, and is not caught."""
+    if (spec := arguments.trainer) is None:
+        if arguments.model not in SIZES:
+            raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
+        num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
+        training = transformer_training(SIZES[arguments.model], num_sequences)
+        return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
+    for name in ("batch_per_device", "dtype"):
+        if (value := getattr(arguments, name)) != arguments.default_of(name):
+            raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
     sys.path.insert(0, str(Path.cwd()))  # as it is for ``python -m``
     try:
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    made = make()
+    made = make()  # an error within it is its author's, and is not caught
     if not isinstance(made, tuple) or len(made) not in (4, 5):
         raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")
     return (*made, {})[:5]
@@ -186,11 +179,14 @@ def _cells(one: Any, digits: int) -> list[str]:
     ]  # fmt: skip
 
 
-def show_trace(arguments: argparse.Namespace, machine: Target | None, network: Network | None) -> None:
+def show_trace(arguments: argparse.Namespace) -> None:
     """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
     from ..instruments.collectives import in_bytes
     from ..instruments.trace import read_trace
 
+    machine = network = None
+    if {arguments.target, arguments.network_file, arguments.network_gb_per_s} != {None}:
+        machine, network = machine_and_network(arguments)
     trace = read_trace(arguments.trace)
     kinds, collectives = trace.kinds(), trace.collectives()
     if not collectives:

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -75,10 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.flops_per_s is not None:
         found["assumptions"]["rates"] = found["step_s"] = None  # nothing is known of its memory and kernels
     as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
-    try:
-        print(as_json if arguments.json else as_text(found), flush=True)
-    except BrokenPipeError:  # of ``| head``: Python writes what is left once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(as_json if arguments.json else as_text(found))
 
 
 def as_text(found: dict[str, Any]) -> str:

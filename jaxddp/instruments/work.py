@@ -93,8 +93,10 @@ class Work:
 
 def work_of(instruction: Instruction) -> Work:
     """Counts an instruction with everything that it contains; collectives count as no work."""
-    instruction = _synchronous(instruction)
     opcode = instruction.opcode
+    if opcode.endswith("-start") and opcode != "copy-start" and not _COMMUNICATION.match(opcode):
+        opcode = opcode.removesuffix("-start")  # counts as what it starts
+        instruction = replace(instruction, opcode=opcode, shape=parts_of(instruction.shape)[1])
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
         return Work()
     if opcode in ("conditional", "while", "call", "async"):
@@ -179,14 +181,6 @@ def _fusion_bytes(fusion: Instruction) -> float:
         shares[name] += used[parameters[index]]
     read = (min(1.0, share) * _memory_bytes(fusion.computation[name].shape) for name, share in shares.items())
     return total + sum(read)
-
-
-def _synchronous(instruction: Instruction) -> Instruction:
-    """Replaces an asynchronous start by the instruction that it starts, except for communication and copies."""
-    opcode = instruction.opcode
-    if not opcode.endswith("-start") or opcode == "copy-start" or _COMMUNICATION.match(opcode):
-        return instruction
-    return replace(instruction, opcode=opcode.removesuffix("-start"), shape=parts_of(instruction.shape)[1])
 
 
 @functools.lru_cache(maxsize=4096)
