@@ -1,7 +1,6 @@
 """Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
-Operations stand in the order in which they are issued. A collective is issued by a start and waited for by a done, or
-both at once if it is synchronous; it is in flight during the backward if backward arithmetic stands between them.
+A collective is issued by a start and waited for by a done, or both at once if it is synchronous. Phases:
 
     optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
     backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction
@@ -84,11 +83,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a step's gradient collectives overlap its backward."""
+    """How a step's gradient collectives overlap its backward, in bytes."""
 
-    bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
-    bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
-    num_bytes: int  # bytes of all gradient collectives
+    bytes_in_flight: int  # of those with backward arithmetic between start and done
+    bytes_started_after_backward: int  # of those that start after the backward's last arithmetic
+    num_bytes: int  # of all
 
 
 @dataclass(frozen=True)
@@ -131,20 +130,18 @@ class Schedule:
 
 
 def read_schedule(compiled: Any) -> Schedule:
-    """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
-
-    A ValueError of one line says if the text is not a scheduled HLO module, or is damaged.
-    """
-    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+    """Reads a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one; a ValueError if it is no schedule."""
+    is_text = isinstance(compiled, str)
+    if not is_text and not hasattr(compiled, "as_text"):
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise ValueError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        module = parse_module(compiled if isinstance(compiled, str) else compiled.as_text())
+        module = parse_module(compiled if is_text else compiled.as_text())
         operations = _read(module.entry)
     except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"the HLO module cannot be read: {kind}{' '.join(str(error).split())[:160]}") from error
-    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    memory = None if is_text else compiled.memory_analysis()
     return Schedule(operations, module.num_devices, tuple(dict.fromkeys(module.notes)), memory)
 
 
@@ -247,13 +244,12 @@ def _reshaped(sizes: str, order: str | None) -> np.ndarray:
 def _phases(computation: Computation, collectives: dict[str, Collective], before: str) -> dict[str, str]:
     scopes = {name: _phase_by_scope(inner) for name, inner in computation.items()}
     scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
-    gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
-    for name, inner in computation.items():  # in branches
-        within = filter(None, map(_collective, inner.within() if inner.opcode == "conditional" else ()))
-        gradients_reduced |= {name for one in within if one.kind in REDUCTIONS and one.is_gradients}
     feeds_backward: set[str] = set()  # or feeds a gradient reduction
     for name, inner in reversed(computation.items()):
-        if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
+        in_branches = map(_collective, inner.within()) if inner.opcode == "conditional" else ()
+        issued = filter(None, (collectives.get(name), *in_branches))
+        reduces_gradients = any(one.kind in REDUCTIONS and one.is_gradients for one in issued)
+        if reduces_gradients or name in feeds_backward or scopes[name] == "backward":
             feeds_backward.update(inner.operands)
     after_backward: set[str] = set()
     phases = {}
