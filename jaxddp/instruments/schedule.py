@@ -19,15 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from ..network import Network
+from ..network import HLO_KINDS, Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, parse_module
 from .work import Work, arithmetic, trips, work_of
 
-COLLECTIVE_KINDS = (
-    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
-    "ragged-all-to-all",
-)  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 
@@ -36,7 +32,7 @@ _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 class Collective:
     """One collective."""
 
-    kind: str  # one of COLLECTIVE_KINDS
+    kind: str  # one of HLO_KINDS
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
@@ -297,7 +293,7 @@ def phase_of_name(op_name: str, is_sent: bool = False) -> str:
 
 def _kind(instruction: Instruction) -> str:
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVE_KINDS else ""
+    return kind if kind in HLO_KINDS else ""
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:

@@ -134,8 +134,15 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
         calls = ", ".join(sorted(name for name in names if "callback" in name or "debug" in name))
         said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
         raise ValueError(f"{said}; {calls} must be left out, which calls Python" if calls else said) from error
+    if target.platform == "tpu":
+        topology = {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
+    else:
+        name, *values = _GPUS[target.chip.name]
+        fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
+        config = _CONFIG.format(name=name, fields=fields)
+        topology = {"platform": "cuda", "target_config": config, "topology": target.topology}
     request = {
-        "topology": _topology(target),
+        "topology": topology,
         "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
         "axis_types": [kind.name for kind in mesh.axis_types],
@@ -149,9 +156,8 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
 
 def check_installed(target: Target) -> None:
     """Raises a ValueError if no compiler for a target is installed, or its chip can only be planned for."""
-    if target.chip.name not in (*_GPUS, "v5p"):
-        known = ", ".join([*_GPUS, "v5p"])
-        raise ValueError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
+    if target.chip.name not in (known := [*_GPUS, "v5p"]):
+        raise ValueError(f"target {target.spec!r} must be of a chip that programs compile for: {', '.join(known)}")
     compiler = cuda_plugins() if target.platform == "gpu" else find_spec("libtpu")
     if not compiler or not find_spec("flatbuffers"):
         raise ValueError(f"target {target.spec!r} needs a compiler: pip install 'jaxddp[targets]'")
@@ -178,15 +184,6 @@ _CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-def _topology(target: Target) -> dict[str, str]:
-    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices."""
-    if target.platform == "tpu":
-        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
-    name, *values = _GPUS[target.chip.name]
-    fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
-    return {"platform": "cuda", "target_config": _CONFIG.format(name=name, fields=fields), "topology": target.topology}
 
 
 def _environment(target: Target) -> dict[str, str]:

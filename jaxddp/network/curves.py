@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arguments import check_integer, check_positive, is_number
+from ..arguments import check_integer, check_positive
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
@@ -36,7 +36,8 @@ HOST_LATENCY_US = 50.0  # that a call over hosts adds to a curve; two hosts were
 _RING = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "ragged-all-to-all": 1.0}
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
-KINDS = (*_RING, "collective-permute", "collective-broadcast", "broadcast", "reduce", "send", "recv")
+HLO_KINDS = (*_RING, "collective-permute", "collective-broadcast")
+KINDS = (*HLO_KINDS, "broadcast", "reduce", "send", "recv")
 Rows = Sequence[tuple[float, float]]  # bytes of the full buffer and seconds, by size
 Curves = Mapping[str, Mapping[int, Rows]]  # by kind and number of ranks
 
@@ -64,8 +65,6 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("network devices_per_host", self.devices_per_host)
-        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
         """Bytes that a rank sends in one collective of devices: to ranks of its own host, and to other hosts."""
