@@ -1,4 +1,4 @@
-"""Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
+"""Measured times of collectives: those of chips that the package has, and files of others."""
 
 import json
 import math
@@ -21,17 +21,16 @@ _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
+def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
         spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
-        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
-        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
-        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
+        ValueError: If nothing was measured for the chip, or for so many of them on a host.
     """
     chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
@@ -41,14 +40,6 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     most = max(max(by_ranks) for by_ranks in network.curves.values())
     if not 1 <= devices <= most:
         raise ValueError(f"spec (={spec!r}) must have 1 to {most} devices on a host: {chip}:{most} or {chip}:4x{most}")
-    if fabric:
-        table = _measurements()["fabrics"].get(fabric)
-        if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
-            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
-        if host_gb_per_s is not None:
-            raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
-        source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
-        network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
     if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
