@@ -48,7 +48,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or its
+    ``path`` is what nccl-tests printed, a run folder of ``python -m benchmarks collectives`` or its
     ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``. A
     ValueError says if it holds no such rows, a single size, or times that do not grow.
     """
