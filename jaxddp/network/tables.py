@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,15 +11,24 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from . import nccl_tests
 from .curves import GB, KINDS, Network, Rows, bus_factor
 
+_Row = tuple[str, int, float, float]  # collective, ranks, bytes of the full buffer, seconds
 _Times = dict[tuple[str, int], dict[float, float]]  # by kind and ranks: bytes of the full buffer -> seconds
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
 _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 # Of these only an all-reduce of 8 was measured. The rest is taken from a chip whose links are so many times as fast. If
 # this one's are slower, its switch does not sum either: an all-reduce is a reduce-scatter and an all-gather.
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
+_SPELT = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
+_PROGRAMS = {
+    f"{name}_perf": _SPELT.get(name, name)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "alltoall")
+}
+_PROGRAM = re.compile(rf"\b({'|'.join(_PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf)(?:_mpi)?\b")
+# Not at the start of a line, where launchers and logs put numbers and times.
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?")
+_SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")
 
 
 def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
@@ -64,10 +74,42 @@ def from_file(path: str | Path) -> Network:
         elif text.lstrip().startswith("{") and "us" in (found := json.loads(text)):
             times = _times_of_table(found["us"])
         else:
-            times = _shortest(nccl_tests.read_file(file))
+            times = _shortest(nccl_tests_rows(text, file.name))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_times(times, str(path))
+
+
+def nccl_tests_rows(text: str, file_name: str) -> list[_Row]:
+    """Reads what programs of NVIDIA's nccl-tests printed on one host, which may be several, with logs between them.
+
+    A line per size ends with eight numbers, of which the first four are of calls out of place:
+
+        # size  count  type  redop  root  time (us)  algbw (GB/s)  busbw (GB/s)  #wrong  time  algbw  busbw  #wrong
+    """
+    named = _PROGRAM.search(file_name)
+    # The collective of programs that do not name themselves, and of what follows; None of what is left out.
+    current = unnamed = _PROGRAMS.get(named[1]) if named else ""
+    found: list[_Row] = []
+    ranks, hosts = set[str](), set[str]()
+    for line in text.splitlines():
+        named = _PROGRAM.search(line)
+        if (named or "# nThread" in line) and ranks:  # of the program before
+            current, ranks, hosts = unnamed, set(), set()
+        if named:
+            current = _PROGRAMS.get(named[1])
+        elif rank := _RANK.search(line):
+            ranks.add(rank[1])
+            hosts.add(rank[2] or "")
+        elif current is not None and (size := _SIZE.search(line)) and int(size[1]):
+            if len(hosts) > 1:
+                raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
+            if size[3] in ("0", "N/A"):  # wrong values, or not checked
+                found.append((current, len(ranks), int(size[1]), float(size[2]) * 1e-6))
+    if not found or not all(collective and num_ranks for collective, num_ranks, *_ in found):
+        wanted = f"the name of its program, such as {', '.join(_PROGRAMS)}, a line for each rank and one for each size"
+        raise ValueError(f"it must be what nccl-tests printed, with {wanted}")
+    return found
 
 
 @cache
@@ -100,7 +142,7 @@ def _times_of_table(table: Any) -> _Times:
     )  # fmt: skip
 
 
-def _shortest(rows: Iterable[tuple[str, int, float, float]]) -> _Times:
+def _shortest(rows: Iterable[_Row]) -> _Times:
     times: _Times = defaultdict(dict)
     for name, ranks, size, seconds in rows:
         of_sizes = times[name.replace("_", "-"), ranks]
