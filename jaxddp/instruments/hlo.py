@@ -127,15 +127,11 @@ Computation = dict[str, Instruction]
 class Module:
     """A program."""
 
-    header: str
+    num_devices: int  # that it was compiled for
     sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
     computations: dict[str, Computation] = field(default_factory=dict)
     entry: Computation = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what its readers could not read, in words
-
-    def __post_init__(self) -> None:
-        counts = [re.search(rf"{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
-        self.num_devices = math.prod(int(count[1]) if count else 1 for count in counts)  # that it was compiled for
 
 
 @functools.lru_cache(maxsize=2)  # the readers of one program, one after the other
@@ -148,7 +144,8 @@ def parse_module(text: str) -> Module:
         raise ValueError(_CUT_OFF)
     if "is_scheduled=true" not in header:
         raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
-    module = Module(header, _sources(text))
+    counts = dict(re.findall(r"(num_partitions|replica_count)=(\d+)", header))
+    module = Module(math.prod(map(int, counts.values())), _sources(text))
     current: Computation | None = None
     for number, line in enumerate(lines, 2):
         if current is not None and line.startswith("}"):
