@@ -15,6 +15,7 @@ from ..network import KINDS, Network
 from ..planning.chips import Target
 from ..planning.machine import network_in_words, network_of, target
 from ..plugins import import_jax
+from ..sizes import SIZES
 from ..table import count_kinds, paragraph, table
 
 _HEADS = (
@@ -46,7 +47,7 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add, what = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    what("--model", default="seed_xl", metavar="NAME", help="a named size (default: %(default)s)")
+    what("--model", default="seed_xl", choices=SIZES, metavar="NAME", help="a named size (default: %(default)s)")
     what("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
          "params, batch), of which shapes are enough, and if wanted a dict of Trainer's options")  # fmt: skip
     what("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or "
@@ -95,7 +96,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     from ..registry import is_bucketed, make_strategy
 
     machine, network = machine_and_network(arguments)
-    loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
+    loss_fn, optimizer, params, batch, *options = _training(arguments, machine.num_devices)  # one dict, or none
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
         if not any(map(is_bucketed, strategies)):
@@ -103,7 +104,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
-        say=partial(print, flush=True), **options,
+        say=partial(print, flush=True), **dict(*options),
     )  # fmt: skip
 
 
@@ -116,11 +117,8 @@ def machine_and_network(arguments: argparse.Namespace) -> tuple[Target, Network]
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...]:
     from ..instruments.inspect import transformer_training
-    from ..models import SIZES
 
     if (spec := arguments.trainer) is None:
-        if arguments.model not in SIZES:
-            raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
         num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
         training = transformer_training(SIZES[arguments.model], num_sequences)
         return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
@@ -132,10 +130,8 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    made = make()  # an error within it is its author's, and is not caught
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
-        raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")
-    return (*made, {})[:5]
+    made: tuple[Any, ...] = make()  # an error within it is its author's, and is not caught
+    return made
 
 
 def show(inspections: list[Any], model: str) -> None:

