@@ -71,6 +71,7 @@ class Operation:
     is_conditional: bool = False  # whether the body may not run
     op_name: str = ""
     operands: tuple[str, ...] = ()
+    meanwhile: tuple[Operation, ...] = field(default=(), compare=False, repr=False)  # from its start to its done
 
     def __post_init__(self) -> None:  # its work plus that of its body, over all trips
         self.total_work: Work = self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
@@ -97,7 +98,7 @@ class Schedule:
 
     def collectives(self) -> list[Collective]:
         """All collectives in schedule order; each of a loop as often as it iterates."""
-        return [one.starts for one, times in walk(self.operations) if one.starts for _ in range(times)]
+        return [one.starts for one, _, times in walk(self.operations) if one.starts for _ in range(times)]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
         """Sorted ``(kind, bytes)`` of the strategy's collectives: ``Collective.is_gradients``."""
@@ -113,15 +114,17 @@ class Schedule:
 
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
-        computes = [op.phase == "backward" and op.total_work.flops > 0 for op in self.operations]
-        done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        end = max((place for place, is_backward in enumerate(computes) if is_backward), default=-1)
+
+        def computes(op: Operation) -> bool:
+            return op.phase == "backward" and op.total_work.flops > 0
+
+        end = max((place for place, op in enumerate(self.operations) if computes(op)), default=-1)
         late = in_flight = total = 0
         for place, op in enumerate(self.operations):
             num_bytes = sum(size for _, size in Schedule((op,)).gradient_collectives())
             total += num_bytes
             late += num_bytes if place > end else 0
-            in_flight += num_bytes if any(computes[place + 1 : done.get(op.name, place)]) else 0
+            in_flight += num_bytes if any(map(computes, op.meanwhile)) else 0
         return Overlap(in_flight, late, total)
 
 
@@ -150,7 +153,11 @@ def _read(computation: Computation, before: str = "forward") -> tuple[Operation,
     """The operations of a computation in schedule order; ``before`` is the phase of what says none."""
     collectives = {name: found for name, inner in computation.items() if (found := _collective(inner))}
     phases = _phases(computation, collectives, before)
-    return tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
+    operations = tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
+    done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
+    for place, one in enumerate(operations):
+        one.meanwhile = operations[place + 1 : done.get(one.name, place)]
+    return operations
 
 
 def _operation(instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
@@ -312,8 +319,10 @@ def _full_bytes(collective: Instruction) -> int:
     return sum(one.num_bytes for one in sent)
 
 
-def walk(operations: tuple[Operation, ...], times: int = 1) -> Iterator[tuple[Operation, int]]:
-    """Gives operations and those of their bodies, each with the number of times that it runs."""
+def walk(
+    operations: tuple[Operation, ...], around: tuple[Operation, ...] = (), times: int = 1
+) -> Iterator[tuple[Operation, tuple[Operation, ...], int]]:
+    """Gives operations and those of their bodies, each with those in whose bodies it is, and how often it runs."""
     for operation in operations:
-        yield operation, times
-        yield from walk(operation.body, times * operation.trips)
+        yield operation, around, times
+        yield from walk(operation.body, (*around, operation), times * operation.trips)

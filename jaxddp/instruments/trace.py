@@ -187,7 +187,7 @@ def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operat
         if name in wanted and programs:
             try:
                 module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(_fields(programs[0])[1][0])
-                found[name] = {one.name: one for one, _ in walk(read_schedule(module.to_string()).operations)}
+                found[name] = {one.name: one for one, *_ in walk(read_schedule(module.to_string()).operations)}
             except (AttributeError, RuntimeError, ValueError) as error:
                 notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
     return found, notes
