@@ -14,7 +14,7 @@ from ..network import GB, Network
 from . import formulas
 from .chips import Target
 from .estimate import Run, estimate, product_seconds
-from .formulas import FP32, Assumptions, Buckets, DeviceRates, PerParameter
+from .formulas import FP32, Assumptions, DeviceRates, PerParameter
 from .machine import link_rates
 from .products import rates_in_words
 from .workload import Workload
@@ -81,8 +81,14 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
     total = sum(held.values())
-    times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
-    buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
+    micro_tokens = tokens / num_microbatches
+    times = formulas.times(workload, rates, micro_tokens, *job.ranks, job.assumptions)
+    buckets = None  # the best equal ones of whole tensors, unless no gradients are reduced or a call has no latency
+    rate, latency_s = gradient_rate(job)
+    if latency_s:
+        backward_s = 2 * workload.flops_per_token * micro_tokens / (job.num_devices * rates.flops_per_s)
+        num_bytes = workload.num_params / job.tp * job.assumptions.element_bytes
+        buckets = formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(workload.tensors))
     step = None  # estimated without tensor parallelism, replicas of shards, or a torus
     if job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not target.torus:
         step = estimate(_run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches))
@@ -135,16 +141,6 @@ def _best_split(job: TrainingJob) -> dict[str, int]:
     least = {each: formulas.min_tokens(job.workload, _rates(job, *each), *each, 1, job.assumptions) for each in splits}
     fsdp, tp = min(least, key=least.__getitem__)
     return {"fsdp": fsdp, "tp": tp, "tokens": math.ceil(least[fsdp, tp])}
-
-
-def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
-    """The best equal buckets, of whole tensors; None if no gradients are reduced, or a call has no latency."""
-    rate, latency_s = gradient_rate(job)
-    if not latency_s:
-        return None
-    backward_s = 2 * job.workload.flops_per_token * tokens / (job.num_devices * flops_per_s)
-    num_bytes = job.workload.num_params / job.tp * job.assumptions.element_bytes
-    return formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(job.workload.tensors))
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
