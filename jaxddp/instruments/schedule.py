@@ -199,6 +199,13 @@ def _collective(instruction: Instruction) -> Collective | None:
         named = f"{instruction.opcode} {instruction.name}"
         instruction.module.notes.append(f"{named}: holds {len(found)} collectives, only the first is counted")
     inner = found[0]
+    kind, sizes = _kind(inner), [one.num_bytes for one in inner.inputs]
+    if kind == "ragged-all-to-all":
+        sizes = sizes[:1]  # the other operands are its output, offsets and sizes
+    elif kind == "all-gather":
+        sizes = [array.num_bytes for array in inner.arrays]
+        if inner.opcode.endswith("-start"):  # returns (inputs, outputs)
+            sizes = sizes[len(sizes) // 2 :]
 
     def readers(one: Instruction) -> list[Instruction]:
         return [each for each in one.computation.values() if one.name in each.operands]
@@ -206,7 +213,7 @@ def _collective(instruction: Instruction) -> Collective | None:
     # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
     origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, readers))]
     return Collective(
-        _kind(inner), _full_bytes(inner), _group(inner),
+        kind, sum(sizes), _group(inner),
         is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
         op_name=next((one.op_name for one in origins if one.op_name), ""),
         pairs=_pairs(inner),
@@ -306,17 +313,6 @@ def _kind(instruction: Instruction) -> str:
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     found = re.findall(r"(\d+),(\d+)", instruction.attribute("source_target_pairs"))
     return tuple((int(source), int(target)) for source, target in found)
-
-
-def _full_bytes(collective: Instruction) -> int:
-    kind = _kind(collective)
-    if kind == "all-gather":
-        sizes = [array.num_bytes for array in collective.arrays]
-        # The start of an asynchronous gather returns (inputs, outputs).
-        return sum(sizes[len(sizes) // 2 :] if collective.opcode.endswith("-start") else sizes)
-    # The other operands of a ragged exchange are its output, offsets and sizes.
-    sent = collective.inputs[:1] if kind == "ragged-all-to-all" else collective.inputs
-    return sum(one.num_bytes for one in sent)
 
 
 def walk(
