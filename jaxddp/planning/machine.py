@@ -38,14 +38,13 @@ def network_of(
         per_host = target.devices_per_host
     if chip.is_measured and gb_per_s is file is None:
         file = "measured"
-    if file is None:
-        speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
-        return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
-    if gb_per_s is not None:
+    if file is not None and gb_per_s is not None:
         raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
-    if file == "measured":
-        return measured(target.spec, host_gb_per_s=between)
-    return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
+    if file is None:
+        found = Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s)
+    else:
+        found = measured(f"{chip.name}:{target.devices_per_host}") if file == "measured" else from_file(file)
+    return replace(found, host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:
