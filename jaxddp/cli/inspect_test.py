@@ -65,7 +65,7 @@ def test_a_network_is_measured_unless_a_speed_or_a_peak_is_asked_for(asked):
 
 
 BAD_INPUT = {
-    "--target x100:8": "target 'x100:8' is of an unknown chip 'x100': one of h100, ",
+    "--target x100:8": "target 'x100:8' must be like 'h100:8', or 'h100:4x8' for 4 hosts; chips: h100, ",
     "--strategy fast": "unknown strategy 'fast': one of naive, ",
     "--model toy": "argument --model: invalid choice: 'toy' (choose from ",
     "--model tiny --trainer my_module:make": "argument --trainer: not allowed with argument --model",

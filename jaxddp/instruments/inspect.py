@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +83,7 @@ class Training(NamedTuple):
     optimizer: optax.GradientTransformation
     params: Any
     batch: Any
-    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer, and a model_state if there is one
+    options: Mapping[str, Any] = {}  # others of Trainer, and a model_state if there is one
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
