@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import jaxddp
 from jaxddp import STRATEGIES, targets
-from jaxddp.instruments.inspect import Training, inspect, transformer_training
-from jaxddp.instruments.memory import step_memory
+from jaxddp.instruments.inspect import Training, inspect, step_memory, transformer_training
 from jaxddp.instruments.trace import PRODUCTS, read_trace
 from jaxddp.models import SIZES, build
 from jaxddp.planning.chips import CHIPS

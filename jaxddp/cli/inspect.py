@@ -1,12 +1,9 @@
 """``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here."""
 
 import argparse
-import json
 import math
 import pkgutil
 import sys
-from collections.abc import Iterable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,6 +15,7 @@ from ..network import KINDS, Network
 from ..planning.chips import Target
 from ..planning.machine import network_in_words, network_of, target
 from ..plugins import import_jax
+from ..sizes import SIZES
 from ..table import count_kinds, paragraph, table
 
 _HEADS = (
@@ -35,8 +33,6 @@ _TRACE_LEGEND = (
     "Compute: while anything but a collective runs; exposed: communication without it. Curve: what the network takes "
     "for one; a collective's time includes the wait for the last rank, so the shortest is held against it."
 )
-_OF_MODELS = ("batch_per_device", "dtype")
-_OF_PROGRAMS = ("strategy", "compare", "bucket_mb", "peaks", "out", *_OF_MODELS)
 _CHECKS = {None: "-", True: "ok", False: "NOT AS PLANNED"}
 
 
@@ -51,7 +47,7 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     add, what = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    what("--model", default="seed_xl", metavar="NAME", help="a named size (default: %(default)s)")
+    what("--model", default="seed_xl", choices=SIZES, metavar="NAME", help="a named size (default: %(default)s)")
     what("--trainer", metavar="MODULE:FUNCTION", help="your own training: the function gives (loss_fn, optimizer, "
          "params, batch), of which shapes are enough, and if wanted a dict of Trainer's options")  # fmt: skip
     what("--trace", metavar="PROFILE", help="read what ran instead: a file of jax.profiler or of torch.profiler, or "
@@ -65,13 +61,12 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        'folder of python -m benchmarks collectives, or JSON, {"us": {kind: {ranks: [[bytes, microseconds], ...]}}}; '
-        "or measured:a3mega, two hosts of 8 H100 (default: as measured of the chip)")  # fmt: skip
+        'folder of python -m benchmarks collectives, or JSON, {"us": {kind: {ranks: [[bytes, microseconds], ...]}}} '
+        "(default: as measured of the chip)")  # fmt: skip
     add("--peaks", action="store_true", help="published peaks of products, memory and, without --network-file, links")
     add("--batch-per-device", type=int, default=16, metavar="N", help="sequences of a model (default: %(default)s)")
     add("--dtype", default="f32", choices=("f32", "bf16"), help="of a model. f32: products are in TF32 on GPUs and in "
         "bfloat16 on TPUs; bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
-    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--out", metavar="DIR", help="draw the simulated steps in DIR/timeline.png")
     parser.set_defaults(run=run, default_of=parser.get_default)
 
@@ -83,12 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
-        _refuse(arguments, _OF_PROGRAMS, "--trace, which compiles nothing")
-        given = arguments.target, arguments.network_file, arguments.network_gb_per_s
-        has_network = any(one is not None for one in given)
-        return show_trace(arguments, *(machine_and_network(arguments) if has_network else (None, None)))
-    if arguments.write_network is not None:
-        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
+        return show_trace(arguments)
     inspections = inspected(arguments)
     show(inspections, arguments.trainer or arguments.model)
     if arguments.out is not None:
@@ -106,7 +96,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     from ..registry import is_bucketed, make_strategy
 
     machine, network = machine_and_network(arguments)
-    loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
+    loss_fn, optimizer, params, batch, *options = _training(arguments, machine.num_devices)  # one dict, or none
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
         if not any(map(is_bucketed, strategies)):
@@ -114,7 +104,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
-        say=partial(print, flush=True), **options,
+        say=partial(print, flush=True), **dict(*options),
     )  # fmt: skip
 
 
@@ -127,43 +117,21 @@ def machine_and_network(arguments: argparse.Namespace) -> tuple[Target, Network]
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...]:
     from ..instruments.inspect import transformer_training
-    from ..models import SIZES
 
-    if arguments.trainer is not None:
-        _refuse(arguments, _OF_MODELS, "--trainer, whose function decides it")
-        return training_of(arguments.trainer)
-    if arguments.model not in SIZES:
-        raise ValueError(f"unknown model {arguments.model!r}: one of {', '.join(SIZES)}; another is for --trainer")
-    num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
-    training = transformer_training(SIZES[arguments.model], num_sequences)
-    return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
-
-
-def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
-    """Refuses options that would be ignored."""
-    for name in names:
+    if (spec := arguments.trainer) is None:
+        num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
+        training = transformer_training(SIZES[arguments.model], num_sequences)
+        return training._replace(options={"compute_dtype": "bfloat16"} if arguments.dtype == "bf16" else {})
+    for name in ("batch_per_device", "dtype"):
         if (value := getattr(arguments, name)) != arguments.default_of(name):
-            raise ValueError(f"{name} (={value}) must be left out with {beside}")
-
-
-def training_of(spec: str) -> tuple[Any, ...]:
-    """Imports and calls what ``--trainer`` names; an error within the function is its author's, and is not caught."""
+            raise ValueError(f"{name} (={value}) must be left out with --trainer, whose function decides it")
     sys.path.insert(0, str(Path.cwd()))  # as it is for ``python -m``
     try:
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    if not callable(make):
-        raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make")
-    from ..training.train import Trainer
-
-    made = make()
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
-        raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), and a dict of options")
-    *made, options = (*made, {})[:5]
-    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only} - {"model_state"}:
-        raise ValueError(f"trainer (={spec}) must give options of jaxddp.Trainer, or a model_state, not {min(unknown)}")
-    return (*made, options)
+    made: tuple[Any, ...] = make()  # an error within it is its author's, and is not caught
+    return made
 
 
 def show(inspections: list[Any], model: str) -> None:
@@ -203,20 +171,19 @@ def _cells(one: Any, digits: int) -> list[str]:
     ]  # fmt: skip
 
 
-def show_trace(arguments: argparse.Namespace, machine: Target | None, network: Network | None) -> None:
-    """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
+def show_trace(arguments: argparse.Namespace) -> None:
+    """Reads the profile and prints tables."""
     from ..instruments.collectives import in_bytes
     from ..instruments.trace import read_trace
 
+    machine = network = None
+    if {arguments.target, arguments.network_file, arguments.network_gb_per_s} != {None}:
+        machine, network = machine_and_network(arguments)
     trace = read_trace(arguments.trace)
     kinds, collectives = trace.kinds(), trace.collectives()
     if not collectives:
         said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
         raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
-    if arguments.write_network is not None:
-        written = json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1)
-        with Path(arguments.write_network).open("x") as file:
-            file.write(written + "\n")
     notes, rows = [*trace.notes], []
     for (kind, num_bytes, num_ranks), times_us in collectives.items():
         shortest, curve, ratio = min(times_us), "-", "-"

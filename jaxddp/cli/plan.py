@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +19,6 @@ _SHAPE = ("vocab", "context", "width", "num_layers", "num_heads", "hidden")
 _STATES = {"fp32": FP32, "mixed": MIXED, "mixed-fp32-sums": MIXED_ACCUMULATED}
 # What numbers are multiplied with, by the end of their name, and the unit that they then have.
 _ENDS = {"_gb_per_s": (1, "GB/s"), "_per_s": (1e-12, "TFLOP/s"), "_s": (1e3, "ms"), "_us": (1, "us"), "_mb": (1, "MiB")}
-_SENTENCES = {"rates": "", "network_source": "network: "}  # among the assumptions
 _BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "file")
 
 
@@ -75,21 +72,19 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.flops_per_s is not None:
         found["assumptions"]["rates"] = found["step_s"] = None  # nothing is known of its memory and kernels
     as_json = json.dumps(found, allow_nan=False)  # refuses numbers that overflowed
-    try:
-        print(as_json if arguments.json else as_text(found), flush=True)
-    except BrokenPipeError:  # of ``| head``: Python writes what is left once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(as_json if arguments.json else as_text(found))
 
 
 def as_text(found: dict[str, Any]) -> str:
     """A plan as a table, with what is said in sentences below it."""
-    sources = {name: found["assumptions"][name] for name in _SENTENCES if found["assumptions"][name]}
-    assumptions = {name: value for name, value in found["assumptions"].items() if name not in _SENTENCES}
-    rows = {name: value for name, value in found.items() if name not in ("target", "notes")}
-    micro_batch = f"{found['micro_batch']:,.10g} {'tokens' if found['model'] == XXL else 'sequences'} a rank"
-    text = table(("", ""), [*_rows(rows | {"micro_batch": micro_batch, "assumptions": assumptions})], left=("",))
-    notes = [f"Note: {note}." for note in found["notes"]] + [f"{_SENTENCES[name]}{sources[name]}." for name in sources]
-    return "\n".join([f"{found['model']} on {found['target']}\n", text, *map(paragraph, notes)])
+    rows = {**found, "assumptions": {**found["assumptions"]}}
+    rows["micro_batch"] = f"{found['micro_batch']:,.10g} {'tokens' if found['model'] == XXL else 'sequences'} a rank"
+    rates, network = (rows["assumptions"].pop(name) for name in ("rates", "network_source"))
+    del rows["target"]
+    sentences = [f"Note: {note}" for note in rows.pop("notes")] + [rates, network and f"network: {network}"]
+    text = table(("", ""), [*_rows(rows)], left=("",))
+    below = (paragraph(f"{sentence}.") for sentence in sentences if sentence)
+    return "\n".join([f"{found['model']} on {found['target']}\n", text, *below])
 
 
 def _rows(found: Mapping[str, Any], indent: str = "", of: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -33,7 +31,7 @@ def test_the_default_is_the_scaling_book_as_written(capsys):
     assert set(default) >= KEYS
     assert (default["min_tokens"], default["compute_bound"], default["params"]) == (25_302, True, 219_848_638_464)
     assumed = default["assumptions"]
-    assert (assumed["passes"], assumed["overlapped_axes"], assumed["ring_factors"]) == ("forward", False, False)
+    assert (assumed["passes"], assumed["ring_factors"]) == ("forward", False)
     assert (assumed["flops_per_s"], assumed["link_gb_per_s"]) == (4.6e14, 180)
     assert planned(CUSTOM, capsys) == planned(f"{CUSTOM} --target v5p:64 --tp 1", capsys)  # has no grid of its own
 
@@ -170,8 +168,3 @@ def test_what_a_reader_must_know_is_said():
         ("small torus", "Note: axes of fewer than 4 chips have no wrap-around links: "),
     ):
         assert said in " ".join(text_of(name).split())
-
-
-def test_a_reader_that_has_enough_is_no_error():
-    command = f"{sys.executable} -m jaxddp plan | true"
-    assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""

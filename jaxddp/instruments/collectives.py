@@ -6,13 +6,11 @@
 Printed, they are a table.
 """
 
-import functools
 import math
 import os
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..table import table
 from . import targets
-from .schedule import REDUCTIONS, Collective, Operation, phase_of_name, read_schedule
+from .schedule import REDUCTIONS, Collective, Operation, phase_of_name, read_schedule, walk
 
 MICROBATCHES, LAYERS, LOOP = "micro-batches", "layers", "loop"
 
@@ -130,32 +128,20 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         compiled = str(program).lstrip() if "\n" in str(program) else Path(program).read_text()
     schedule = read_schedule(compiled)
     counts: Counter[Found] = Counter()
-    for one, times in _read(schedule.operations, (), 1, functools.partial(_axes_of, mesh, schedule.num_devices)):
-        counts[one] += times
+    for one, around, times in walk(schedule.operations):
+        if (sent := one.starts) is None or len(sent.group) == 1:
+            continue
+        # The name goes before the place: XLA pipelines some to places among operations of other phases.
+        phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
+        loops = tuple(Loop(_kind_of(each), each.trips) for each in around if each.is_loop)
+        is_hidden = any(other.total_work.flops for other in one.meanwhile)
+        is_conditional = any(each.is_conditional for each in around)
+        about = sent.kind, sent.num_bytes, sent.dtype, *_axes_of(mesh, schedule.num_devices, sent)
+        counts[Found(*about, 0, phase, loops, is_hidden, sent.source, is_conditional)] += times
     found = tuple(replace(one, count=count) for one, count in counts.items())
     # A text from elsewhere may not say how many there are.
     num_devices = max([schedule.num_devices, *(one.num_ranks for one in found)])
     return Collectives(found, num_devices, schedule.notes)
-
-
-def _read(
-    operations: Sequence[Operation], loops: tuple[Loop, ...], times: int, axes_of: Any, is_conditional: bool = False
-) -> Iterator[tuple[Found, int]]:
-    """Gives the collectives of operations that run so many times in one call, and how often each runs."""
-    done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
-    for place, one in enumerate(operations):
-        if one.body:
-            inside = (*loops, Loop(_kind_of(one), one.trips)) if one.is_loop else loops
-            yield from _read(one.body, inside, times * one.trips, axes_of, is_conditional or one.is_conditional)
-        if (sent := one.starts) is None or len(sent.group) == 1:
-            continue
-        between = operations[place + 1 : done.get(one.name, place)]
-        # The name goes before the place: XLA pipelines some to places among operations of other phases.
-        phase = phase_of_name(sent.op_name, is_sent=True) or one.phase
-        is_hidden = any(other.total_work.flops for other in between)
-        num_ranks, axes = axes_of(sent)
-        about = sent.kind, sent.num_bytes, sent.dtype, num_ranks, axes
-        yield Found(*about, 0, phase, loops, is_hidden, sent.source, is_conditional), times
 
 
 def _kind_of(loop: Operation) -> str:

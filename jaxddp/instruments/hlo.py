@@ -127,15 +127,11 @@ Computation = dict[str, Instruction]
 class Module:
     """A program."""
 
-    header: str
+    num_devices: int  # that it was compiled for
     sources: dict[int, str]  # file:line by the number of a stack frame, outside of libraries if it can be
     computations: dict[str, Computation] = field(default_factory=dict)
     entry: Computation = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what its readers could not read, in words
-
-    def __post_init__(self) -> None:
-        counts = [re.search(rf"{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
-        self.num_devices = math.prod(int(count[1]) if count else 1 for count in counts)  # that it was compiled for
 
 
 @functools.lru_cache(maxsize=2)  # the readers of one program, one after the other
@@ -148,7 +144,8 @@ def parse_module(text: str) -> Module:
         raise ValueError(_CUT_OFF)
     if "is_scheduled=true" not in header:
         raise ValueError("the HLO module is not scheduled: compile it first, lowered.compile().as_text()")
-    module = Module(header, _sources(text))
+    counts = dict(re.findall(r"(num_partitions|replica_count)=(\d+)", header))
+    module = Module(math.prod(map(int, counts.values())), _sources(text))
     current: Computation | None = None
     for number, line in enumerate(lines, 2):
         if current is not None and line.startswith("}"):
@@ -170,26 +167,23 @@ def parse_module(text: str) -> Module:
 
 def _sources(text: str) -> dict[int, str]:
     """Reads the tables of files, places and stack frames that stand before the first computation, if there are any."""
-    tables = {
-        title: {int(name): row for name, row in re.findall(r'^(\d+) [{"](.*)[}"]$', rows, re.MULTILINE)}
-        for title, rows in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE)
+    tables = dict(re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE))
+    rows = {
+        "FileNames": r'^(\d+) "(.*)"$',
+        "FileLocations": r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)",
+        "StackFrames": r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)",
     }
-    frames = tables.get("StackFrames", {})
-
-    def number(row: str, key: str) -> int:
-        return int(row.partition(f"{key}=")[2].partition(" ")[0])
-
+    names, places, frames = (re.findall(row, tables.get(title, ""), re.MULTILINE) for title, row in rows.items())
+    files = dict(names)
+    lines = {place: f"{files[file]}:{line}" for place, file, line in places}
     # Frame 1 has no caller. Where it is said to be its own, all callers are one too large.
-    shift = number(frames[1], "parent_frame_id") if frames else 0
+    shift = int(frames[0][2]) if frames else 0
     of_users: dict[int, str] = {}  # the nearest caller outside of libraries
-    here: dict[int, str] = {}
-    for name, frame in frames.items():
-        place = tables["FileLocations"][number(frame, "file_location_id")]
-        file = tables["FileNames"][number(place, "file_name_id")]
-        here[name] = of_users[name] = f"{file}:{number(place, 'line')}"
-        if any(part in file for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
-            of_users[name] = of_users.get(min(name - 1, number(frame, "parent_frame_id") - shift), "")
-    return {name: of_users[name] or here[name] for name in frames}
+    for number, (_, place, caller) in enumerate(frames, 1):
+        of_users[number] = lines[place]
+        if any(part in lines[place] for part in ("site-packages", "dist-packages", _OWN_FOLDER)):
+            of_users[number] = of_users.get(min(number - 1, int(caller) - shift), "")
+    return {number: of_users[number] or lines[place] for number, (_, place, _) in enumerate(frames, 1)}
 
 
 @functools.lru_cache(maxsize=4096)

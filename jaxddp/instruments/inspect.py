@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +14,13 @@ from ..models import TransformerConfig, abstract
 from ..network import Network
 from ..planning.machine import network_in_words, network_of, target as machine_of
 from ..registry import make_strategy
-from ..strategy import Strategy
+from ..strategy import Layout, Strategy
 from ..training.step import auto_step
 from ..training.train import Trainer, TrainState
 from ..training.validation import abstract as shapes_of
+from ..tree import named_leaves
 from . import targets
-from .memory import held_bytes, step_memory
+from .hlo import parse_module
 from .schedule import Schedule, read_schedule
 from .simulate import Bound, Simulation, lower_bound, multiplied_in, simulate
 
@@ -83,7 +83,7 @@ class Training(NamedTuple):
     optimizer: optax.GradientTransformation
     params: Any
     batch: Any
-    options: Mapping[str, Any] = MappingProxyType({})  # others of Trainer, and a model_state if there is one
+    options: Mapping[str, Any] = {}  # others of Trainer, and a model_state if there is one
 
 
 def transformer_training(config: TransformerConfig, num_sequences: int) -> Training:
@@ -115,9 +115,6 @@ def inspect(
         say: Shows progress.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
-    Returns:
-        For each strategy the planned and compiled collectives, the schedule, its simulation, and the bytes of a device.
-
     Raises:
         ValueError: If a strategy or the target is unknown, ``"auto"`` comes with options, the step does not fit into
             the target's memory, or as ``Trainer``.
@@ -133,21 +130,15 @@ def inspect(
     say(f"compiling {len(steps) + 1} programs for {machine.spec}")
     state = whole.abstract_state(params, model_state)
     pending = targets.start_compile_without_communication(whole, state, batch)
-    programs = [(_start_auto if one.name == AUTO else targets.start_compile)(one.trainer, one.state, batch)
-                for one in steps]  # fmt: skip
+    programs = [_start(step, batch) for step in steps]
     all_params = held_bytes(whole.layout(state)).parameters
     sent = [_sent_bytes(step.planned, step.held[0] < all_params) for step in steps if step.name != AUTO]
     least = min([_sent_bytes(whole.planned(state, batch), False), *sent])
     bound = lower_bound(read_schedule(pending.result()), machine.chip, network, least, machine.num_devices)
-    found = []
-    for step, program in zip(steps, (one.result() for one in programs), strict=True):
-        schedule = read_schedule(program)
-        memory = _memory(schedule, step, batch, machine)
-        _check_fits(machine, f"a step of {step.name} needs", memory["peak"])
-        simulation, is_held = simulate(schedule, machine.chip, network), _is_held(program, step)
-        found.append(
-            Inspection(step.name, machine, network, step.planned, schedule, simulation, bound, memory, is_held)
-        )
+    found = [
+        _inspection(step, program.result(), batch, machine, network, bound)
+        for step, program in zip(steps, programs, strict=True)
+    ]
     # XLA can fuse the step without communication 1 % worse than a bucketed one, so the bound takes the least compute
     # found, except in steps whose sharded optimizers do less work.
     same = [each for each, step in zip(found, steps, strict=True) if not step.is_sharded]
@@ -190,11 +181,13 @@ def _check_fits(target: targets.Target, what: str, needed: int) -> None:
         )
 
 
-def _start_auto(trainer: Trainer, state: TrainState, batch: Any) -> targets.Pending:
-    mesh = trainer.mesh
+def _start(step: _Step, batch: Any) -> targets.Pending:
+    trainer, mesh = step.trainer, step.trainer.mesh
+    if step.name != AUTO:
+        return targets.start_compile(trainer, step.state, batch)
     replicated, by_rank = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), mesh.axis_names))
     return targets.start_compile_for_target(
-        auto_step(trainer.loss_fn, trainer.optimizer), (state, batch),
+        auto_step(trainer.loss_fn, trainer.optimizer), (step.state, batch),
         in_shardings=(replicated, by_rank), out_shardings=replicated, donate_argnums=(0,),
     )  # fmt: skip
 
@@ -206,21 +199,66 @@ def _sent_bytes(planned: Sequence[tuple[str, int]], shards_params: bool) -> floa
     return sum(shares.get(kind, 0) * num_bytes for kind, num_bytes in planned)
 
 
-def _is_held(program: targets.TargetProgram, step: _Step) -> bool:
-    try:
-        return step.name == AUTO or step_memory(program, step.state)[:2] == step.held
-    except ValueError:  # without a leaf that nothing reads
-        return True
-
-
-def _memory(schedule: Schedule, step: _Step, batch: Any, target: targets.Target) -> dict[str, int]:
-    stats = schedule.memory
-    in_all = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    return {
+def _inspection(
+    step: _Step, program: targets.TargetProgram, batch: Any, target: targets.Target, network: Network, bound: Bound
+) -> Inspection:
+    schedule, stats = read_schedule(program), program.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    peak -= stats.alias_size_in_bytes  # outputs that take the place of donated arguments
+    _check_fits(target, f"a step of {step.name} needs", peak)
+    memory = {
         "parameters": step.held[0],
         "optimizer_state": step.held[1],
         "batch": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // target.num_devices,
         "temporaries": stats.temp_size_in_bytes,
-        "peak": in_all - stats.alias_size_in_bytes,  # outputs that take the place of donated arguments
+        "peak": peak,
         "available": target.chip.memory_bytes,
     }
+    try:
+        is_held = step.name == AUTO or step_memory(program, step.state)[:2] == step.held
+    except ValueError:  # without a leaf that nothing reads
+        is_held = True
+    simulation = simulate(schedule, target.chip, network)
+    return Inspection(step.name, target, network, step.planned, schedule, simulation, bound, memory, is_held)
+
+
+class DeviceBytes(NamedTuple):
+    """Bytes on one device."""
+
+    parameters: int = 0  # parameters as the loss takes them: this device's shards, or copies in a compute dtype
+    optimizer_state: int = 0  # optimizer state, with its counters, the masters of such copies, and a moving average
+    others: int = 0  # step number, RNG key, and model state
+    batch: int = 0  # this device's examples
+    padding: int = 0  # what the compiler's layout adds to arguments, such as a TPU's tiles
+    temporaries: int = 0  # what lives within a step, as the compiler laid it out
+
+
+def held_bytes(layout: Layout) -> DeviceBytes:
+    """Returns the bytes of parameters and optimizer state on a device; the other components are 0."""
+    trees = layout.params, layout.opt_state
+    return DeviceBytes(*(sum(leaf.bytes_on_rank for leaf in jax.tree.leaves(tree)) for tree in trees))
+
+
+def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
+    """Reads the memory of a step on each device from ``Trainer.compile``; a ValueError if it is of another state."""
+    entry, stats = parse_module(compiled.as_text()).entry.values(), compiled.memory_analysis()
+    parameters = sorted((int(one.literal), one.num_bytes) for one in entry if one.opcode == "parameter")
+    given = [num_bytes for _, num_bytes in parameters]
+    padding = stats.argument_size_in_bytes - sum(given)
+    leaves = named_leaves(state)
+    held = {"parameters": 0, "optimizer_state": 0, "others": 0}
+    # Arguments are the leaves of the state in tree order, then those of the batch. JAX drops those that are not read:
+    # parts of a batch, or an injected hyperparameter that a schedule sets.
+    for name, leaf in leaves.items():
+        component = {"params": "parameters", "opt_state": "optimizer_state"}.get(name.partition(".")[0], "others")
+        full = leaf.size * leaf.dtype.itemsize
+        if given and (given[0] == full or (given[0] and full and full % given[0] == 0)):  # all of it, or a shard
+            held[component] += given.pop(0)
+        elif full == 0 or (component == "optimizer_state" and leaf.ndim == 0):
+            held[component] += full
+        else:
+            raise ValueError(
+                f"the program takes {len(parameters)} arguments and the state has {len(leaves)} leaves: it must be a"
+                " step of that state"
+            )
+    return DeviceBytes(**held, batch=sum(given), padding=padding, temporaries=stats.temp_size_in_bytes)

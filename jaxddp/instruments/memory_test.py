@@ -9,7 +9,7 @@ import pytest
 import jaxddp
 from jaxddp import targets
 from jaxddp.comparison_test import refusal
-from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
+from jaxddp.instruments.inspect import DeviceBytes, held_bytes, step_memory
 
 COUNT_BYTES = 4  # optax's own, of steps
 STEP_AND_KEY_BYTES = 4 + 8

@@ -1,7 +1,6 @@
 """Reads a compiled step: its collectives, their position in the schedule, and the compute between them.
 
-Operations stand in the order in which they are issued. A collective is issued by a start and waited for by a done, or
-both at once if it is synchronous; it is in flight during the backward if backward arithmetic stands between them.
+A collective is issued by a start and waited for by a done, or both at once if it is synchronous. Phases:
 
     optimizer  under the optimizer's scope, or depends on the backward without feeding a gradient reduction
     backward   arithmetic that JAX marks ``transpose(``, and packing, which feeds a gradient reduction
@@ -20,15 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from ..network import Network
+from ..network import HLO_KINDS, Network
 from ..scopes import LOSS_SCOPE, METRICS_SCOPE, MODEL_STATE_SCOPE, OPTIMIZER_SCOPE, OTHER_AXES_SCOPE, SYNC_SCOPE
 from .hlo import Computation, Instruction, parse_module
 from .work import Work, arithmetic, trips, work_of
 
-COLLECTIVE_KINDS = (
-    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "collective-broadcast",
-    "ragged-all-to-all",
-)  # fmt: skip
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 
@@ -37,7 +32,7 @@ _RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0)
 class Collective:
     """One collective."""
 
-    kind: str  # one of COLLECTIVE_KINDS
+    kind: str  # one of HLO_KINDS
     num_bytes: int  # bytes of the full buffer on the wire: the input of a reduce-scatter, the output of an all-gather
     group: tuple[int, ...] = ()  # devices of the first group that takes part; of a permutation, all of them
     is_async: bool = False  # whether it has a start and a done, and is not marked synchronous
@@ -76,6 +71,7 @@ class Operation:
     is_conditional: bool = False  # whether the body may not run
     op_name: str = ""
     operands: tuple[str, ...] = ()
+    meanwhile: tuple[Operation, ...] = field(default=(), compare=False, repr=False)  # from its start to its done
 
     def __post_init__(self) -> None:  # its work plus that of its body, over all trips
         self.total_work: Work = self.work + sum((inner.total_work for inner in self.body), Work()).times(self.trips)
@@ -84,11 +80,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a step's gradient collectives overlap its backward."""
+    """How a step's gradient collectives overlap its backward, in bytes."""
 
-    bytes_in_flight: int  # bytes of collectives with backward arithmetic between start and done
-    bytes_started_after_backward: int  # bytes of collectives that start after the backward's last arithmetic
-    num_bytes: int  # bytes of all gradient collectives
+    bytes_in_flight: int  # of those with backward arithmetic between start and done
+    bytes_started_after_backward: int  # of those that start after the backward's last arithmetic
+    num_bytes: int  # of all
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Schedule:
 
     def collectives(self) -> list[Collective]:
         """All collectives in schedule order; each of a loop as often as it iterates."""
-        return [one.starts for one, times in walk(self.operations) if one.starts for _ in range(times)]
+        return [one.starts for one, _, times in walk(self.operations) if one.starts for _ in range(times)]
 
     def gradient_collectives(self) -> list[tuple[str, int]]:
         """Sorted ``(kind, bytes)`` of the strategy's collectives: ``Collective.is_gradients``."""
@@ -118,33 +114,33 @@ class Schedule:
 
     def overlap(self) -> Overlap:
         """Measures how the gradient collectives overlap the backward."""
-        computes = [op.phase == "backward" and op.total_work.flops > 0 for op in self.operations]
-        done = {op.waits_for: place for place, op in enumerate(self.operations) if op.waits_for}
-        end = max((place for place, is_backward in enumerate(computes) if is_backward), default=-1)
+
+        def computes(op: Operation) -> bool:
+            return op.phase == "backward" and op.total_work.flops > 0
+
+        end = max((place for place, op in enumerate(self.operations) if computes(op)), default=-1)
         late = in_flight = total = 0
         for place, op in enumerate(self.operations):
             num_bytes = sum(size for _, size in Schedule((op,)).gradient_collectives())
             total += num_bytes
             late += num_bytes if place > end else 0
-            in_flight += num_bytes if any(computes[place + 1 : done.get(op.name, place)]) else 0
+            in_flight += num_bytes if any(map(computes, op.meanwhile)) else 0
         return Overlap(in_flight, late, total)
 
 
 def read_schedule(compiled: Any) -> Schedule:
-    """Reads a compiled program: a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one.
-
-    A ValueError of one line says if the text is not a scheduled HLO module, or is damaged.
-    """
-    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+    """Reads a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one; a ValueError if it is no schedule."""
+    is_text = isinstance(compiled, str)
+    if not is_text and not hasattr(compiled, "as_text"):
         wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
         raise ValueError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
-        module = parse_module(compiled if isinstance(compiled, str) else compiled.as_text())
+        module = parse_module(compiled if is_text else compiled.as_text())
         operations = _read(module.entry)
     except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"the HLO module cannot be read: {kind}{' '.join(str(error).split())[:160]}") from error
-    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    memory = None if is_text else compiled.memory_analysis()
     return Schedule(operations, module.num_devices, tuple(dict.fromkeys(module.notes)), memory)
 
 
@@ -157,7 +153,11 @@ def _read(computation: Computation, before: str = "forward") -> tuple[Operation,
     """The operations of a computation in schedule order; ``before`` is the phase of what says none."""
     collectives = {name: found for name, inner in computation.items() if (found := _collective(inner))}
     phases = _phases(computation, collectives, before)
-    return tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
+    operations = tuple(_operation(inner, phases[name], collectives) for name, inner in computation.items())
+    done = {one.waits_for: place for place, one in enumerate(operations) if one.waits_for}
+    for place, one in enumerate(operations):
+        one.meanwhile = operations[place + 1 : done.get(one.name, place)]
+    return operations
 
 
 def _operation(instruction: Instruction, phase: str, collectives: dict[str, Collective]) -> Operation:
@@ -199,6 +199,13 @@ def _collective(instruction: Instruction) -> Collective | None:
         named = f"{instruction.opcode} {instruction.name}"
         instruction.module.notes.append(f"{named}: holds {len(found)} collectives, only the first is counted")
     inner = found[0]
+    kind, sizes = _kind(inner), [one.num_bytes for one in inner.inputs]
+    if kind == "ragged-all-to-all":
+        sizes = sizes[:1]  # the other operands are its output, offsets and sizes
+    elif kind == "all-gather":
+        sizes = [array.num_bytes for array in inner.arrays]
+        if inner.opcode.endswith("-start"):  # returns (inputs, outputs)
+            sizes = sizes[len(sizes) // 2 :]
 
     def readers(one: Instruction) -> list[Instruction]:
         return [each for each in one.computation.values() if one.name in each.operands]
@@ -206,7 +213,7 @@ def _collective(instruction: Instruction) -> Collective | None:
     # What XLA for TPUs sends a round later comes from one without a name: those that read it have one.
     origins = [inner, *(_named(instruction, lambda one: one.inputs) or _named(instruction, readers))]
     return Collective(
-        _kind(inner), _full_bytes(inner), _group(inner),
+        kind, sum(sizes), _group(inner),
         is_async=instruction.opcode.endswith("-start") and instruction.attribute("is_sync") != "true",
         op_name=next((one.op_name for one in origins if one.op_name), ""),
         pairs=_pairs(inner),
@@ -247,13 +254,12 @@ def _reshaped(sizes: str, order: str | None) -> np.ndarray:
 def _phases(computation: Computation, collectives: dict[str, Collective], before: str) -> dict[str, str]:
     scopes = {name: _phase_by_scope(inner) for name, inner in computation.items()}
     scopes |= {name: phase for name, one in collectives.items() if (phase := phase_of_name(one.op_name))}
-    gradients_reduced = {name for name, c in collectives.items() if c.kind in REDUCTIONS and c.is_gradients}
-    for name, inner in computation.items():  # in branches
-        within = filter(None, map(_collective, inner.within() if inner.opcode == "conditional" else ()))
-        gradients_reduced |= {name for one in within if one.kind in REDUCTIONS and one.is_gradients}
     feeds_backward: set[str] = set()  # or feeds a gradient reduction
     for name, inner in reversed(computation.items()):
-        if name in gradients_reduced or name in feeds_backward or scopes[name] == "backward":
+        in_branches = map(_collective, inner.within()) if inner.opcode == "conditional" else ()
+        issued = filter(None, (collectives.get(name), *in_branches))
+        reduces_gradients = any(one.kind in REDUCTIONS and one.is_gradients for one in issued)
+        if reduces_gradients or name in feeds_backward or scopes[name] == "backward":
             feeds_backward.update(inner.operands)
     after_backward: set[str] = set()
     phases = {}
@@ -301,7 +307,7 @@ def phase_of_name(op_name: str, is_sent: bool = False) -> str:
 
 def _kind(instruction: Instruction) -> str:
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVE_KINDS else ""
+    return kind if kind in HLO_KINDS else ""
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -309,19 +315,10 @@ def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in found)
 
 
-def _full_bytes(collective: Instruction) -> int:
-    kind = _kind(collective)
-    if kind == "all-gather":
-        sizes = [array.num_bytes for array in collective.arrays]
-        # The start of an asynchronous gather returns (inputs, outputs).
-        return sum(sizes[len(sizes) // 2 :] if collective.opcode.endswith("-start") else sizes)
-    # The other operands of a ragged exchange are its output, offsets and sizes.
-    sent = collective.inputs[:1] if kind == "ragged-all-to-all" else collective.inputs
-    return sum(one.num_bytes for one in sent)
-
-
-def walk(operations: tuple[Operation, ...], times: int = 1) -> Iterator[tuple[Operation, int]]:
-    """Gives operations and those of their bodies, each with the number of times that it runs."""
+def walk(
+    operations: tuple[Operation, ...], around: tuple[Operation, ...] = (), times: int = 1
+) -> Iterator[tuple[Operation, tuple[Operation, ...], int]]:
+    """Gives operations and those of their bodies, each with those in whose bodies it is, and how often it runs."""
     for operation in operations:
-        yield operation, times
-        yield from walk(operation.body, times * operation.trips)
+        yield operation, around, times
+        yield from walk(operation.body, (*around, operation), times * operation.trips)

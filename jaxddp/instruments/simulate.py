@@ -6,11 +6,7 @@ longer. A start queues its collective on the communication stream, where one run
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-Rates are those of the chip: its published peaks, or after ``products.as_measured`` what was measured of products by
-their shapes and of memory, with a gap for each kernel. A roofline (Williams et al., CACM 2009) knows no caches.
-
-The bound is the least time of a step under any strategy and schedule: nothing can be sent before the first gradient
-exists, and everything has to be sent; ZeRO's halves send the same. Its compute is that of the step compiled without
+The bound is the least time of a step under any strategy and schedule. Its compute is that of the step compiled without
 communication, so slower compute cannot buy overlap:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)

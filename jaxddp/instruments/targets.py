@@ -2,9 +2,6 @@
 
 A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
 process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here.
-
-The GPUs are described as in XLA's own list, https://github.com/openxla/xla, xla/backends/gpu/target_config/specs, by
-which it chooses tilings; memory bandwidths differ a little from the published ones. The TPU compiler knows its chips.
 """
 
 import os
@@ -87,10 +84,7 @@ def start_compile_without_communication(trainer: Trainer, state: TrainState, bat
 
 
 def start_compile_for_target(function: Callable[..., Any], args: Sequence[Any], **options: Any) -> Pending:
-    """Traces a function here and starts to compile it for the target of its ``in_shardings``' mesh.
-
-    ``args`` are trees of arrays or ``jax.ShapeDtypeStruct``, ``options`` those of ``jax.jit``.
-    """
+    """Traces a function here and starts to compile it for its arguments' target; options are those of ``jax.jit``."""
     with no_mesh():
         traced = jax.jit(function, **options).trace(*jax.eval_shape(lambda *args: args, *args))
         return start_compile_traced(target_of(mesh_of(traced)), traced)
@@ -108,8 +102,8 @@ def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
 def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
     """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
-    With a ``text_folder`` the compiler for TPUs is not waited for after the scheduled module, which it writes there in
-    a quarter of its time: the program's memory is not known, and may be too much.
+    With a ``text_folder`` the compiler for TPUs ends with the scheduled module, which it writes there in a quarter of
+    its time: the program's memory is not known, and may be too much.
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
@@ -140,8 +134,15 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
         calls = ", ".join(sorted(name for name in names if "callback" in name or "debug" in name))
         said = f"lowering for {target.spec!r} failed: {str(error).splitlines()[0]}"
         raise ValueError(f"{said}; {calls} must be left out, which calls Python" if calls else said) from error
+    if target.platform == "tpu":
+        topology = {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
+    else:
+        name, *values = _GPUS[target.chip.name]
+        fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
+        config = _CONFIG.format(name=name, fields=fields)
+        topology = {"platform": "cuda", "target_config": config, "topology": target.topology}
     request = {
-        "topology": _topology(target),
+        "topology": topology,
         "exported": exported.serialize(),
         "axis_names": mesh.axis_names,
         "axis_types": [kind.name for kind in mesh.axis_types],
@@ -155,15 +156,15 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
 
 def check_installed(target: Target) -> None:
     """Raises a ValueError if no compiler for a target is installed, or its chip can only be planned for."""
-    if target.chip.name not in (*_GPUS, "v5p"):
-        known = ", ".join([*_GPUS, "v5p"])
-        raise ValueError(f"target {target.spec!r} is of a chip that can only be planned for, not compiled: {known}")
+    if target.chip.name not in (known := [*_GPUS, "v5p"]):
+        raise ValueError(f"target {target.spec!r} must be of a chip that programs compile for: {', '.join(known)}")
     compiler = cuda_plugins() if target.platform == "gpu" else find_spec("libtpu")
     if not compiler or not find_spec("flatbuffers"):
         raise ValueError(f"target {target.spec!r} needs a compiler: pip install 'jaxddp[targets]'")
 
 
-# What a GpuTargetConfigProto says of each GPU; without links, XLA leaves its own kernels for small all-reduces out.
+# What a GpuTargetConfigProto says of each GPU, as in https://github.com/openxla/xla, xla/backends/gpu/target_config:
+# XLA chooses tilings by it, and leaves its own kernels for small all-reduces out if there are no links.
 _FIELDS = (
     "core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size", "l2_cache_size",
     "shared_memory_per_core", "shared_memory_per_block_optin", "cuda_compute_capability", "device_interconnect_info",
@@ -183,15 +184,6 @@ _CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-def _topology(target: Target) -> dict[str, str]:
-    """Arguments by which ``topologies.get_topology_desc`` makes a target's devices."""
-    if target.platform == "tpu":
-        return {"platform": "tpu", "topology_name": f"{target.chip.name}:{target.topology}"}
-    name, *values = _GPUS[target.chip.name]
-    fields = " ".join(f"{field}: {value}" for field, value in zip(_FIELDS, values, strict=True))
-    return {"platform": "cuda", "target_config": _CONFIG.format(name=name, fields=fields), "topology": target.topology}
 
 
 def _environment(target: Target) -> dict[str, str]:

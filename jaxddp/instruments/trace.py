@@ -1,12 +1,11 @@
 """Reads a profile that somebody took of a run: its collectives and kernels, and how much communication was exposed.
 
-    jax.profiler          *.xplane.pb, or its trace.json.gz
+    jax.profiler          *.xplane.pb
     torch.profiler        trace.json or trace.json.gz of Kineto
 
-Events of GPUs are kernels and copies of their streams, those of TPUs and CPUs operations of XLA or of torch, of which
-one may hold others: then only the time outside of those is its own. A device communicates while one of its collectives
-runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of collectives are
-in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
+An event may hold others: then only the time outside of those is its own. A device communicates while one of its
+collectives runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of
+collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
 """
 
 import gzip
@@ -14,16 +13,15 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..network import KINDS
 from .schedule import Operation, read_schedule, walk
 
-PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
+_COMPUTES = PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
 _KINDS = {  # in letters only, as XLA, JAX, NCCL, Gloo and c10d spell them
     "reducescatter": "reduce-scatter", "psumscatter": "reduce-scatter", "allreduce": "all-reduce", "psum": "all-reduce",
     "allgather": "all-gather", "alltoall": "all-to-all", "ppermute": "collective-permute",
@@ -38,6 +36,8 @@ _OF_NCCL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+)|gloo:(\w+)|nccl:(\w+)
 _PRODUCT = re.compile(
     r"(?i)gemm|cutlass|nvjet|xmma|cublas|[._]dot|matmul|wgmma|::b?mm$|addmm|Cijk|conv(?!ert)|ampere_s"
 )
+# Planes and lines of what devices do; others of a plane repeat it by module or by step.
+_DEVICE_LINE = re.compile(r"/device:(TPU:.* XLA Ops$|GPU:.* Stream #)")
 _COPY = re.compile(r"mem(cpy|set)|copy|__amd_rocclr", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|attention|attn", re.IGNORECASE)
 _ITEMSIZES = {
@@ -54,14 +54,9 @@ class Event(NamedTuple):
     name: str
     start_us: float
     end_us: float
-    kind: str  # a kind of collective, or PRODUCTS, ATTENTION, COPIES or OTHERS
+    kind: str  # a kind of collective, or one of _COMPUTES
     num_bytes: int | None = None  # of a collective's full buffer; None if the profile does not say
     num_ranks: int | None = None  # that take part in a collective; None as well
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it communicates."""
-        return self.kind not in (PRODUCTS, ATTENTION, COPIES, OTHERS)
 
 
 class Overlap(NamedTuple):
@@ -107,7 +102,7 @@ class Trace:
         """How each device computed and communicated, by their names; XLA's for accelerators, ``/device:GPU:0``."""
         spent: dict[str, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for event, *part in self.own_parts():
-            spent[event.device][event.is_collective].append(part)
+            spent[event.device][event.kind not in _COMPUTES].append(part)
         found = {}
         for device, (computed, sent) in spent.items():
             compute_us, sent_us, both_us = map(_union_us, (computed, sent, computed + sent))
@@ -119,22 +114,9 @@ class Trace:
         """How long each took in microseconds, by kind, bytes and number of ranks."""
         times: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)
         for event in self.events:
-            if event.is_collective and not re.search(r"-done[.\d]*$", event.name):
+            if event.kind not in _COMPUTES and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
         return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
-
-    def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them."""
-        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
-        known: list[tuple[Any, float]] = [(key, min(times)) for key, times in self.collectives().items()]
-        sized = [one for one in known if one[0][0] in KINDS and one[0][1] and (one[0][2] or 0) > 1]
-        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one[0][0], one[0][2])):
-            curve = [(num_bytes, shortest) for (_, num_bytes, _), shortest in alike]
-            if curve[-1][1] > min(shortest for _, shortest in curve) > 0:
-                found[kind][str(num_ranks)] = curve
-        if not found:
-            raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
-        return found
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -145,7 +127,7 @@ def read_trace(path: str | Path) -> Trace:
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_kineto)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -158,31 +140,29 @@ def read_trace(path: str | Path) -> Trace:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # of JAX, the first has more
+    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # JAX writes both, and the second says less
         if found := sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime):
             return sorted(file for file in found if file.parent == found[-1].parent)
     raise ValueError(f"profile (={str(path)}) must be a profile or hold one: *.xplane.pb, *.json.gz or *.json")
 
 
 def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
+    """What accelerators did, or XLA on CPUs if there are none."""
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    return _of_jax([
-        (plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
+    rows = [
+        (plane.name, line.name, event, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes for line in plane.lines for event in line.events
-    ], data)  # fmt: skip
-
-
-def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
-    """What accelerators did, or XLA on CPUs if there are none; ``data`` may hold their programs."""
-    on_devices = [row for row in rows if _is_of_device(*row[:2])]
+    ]  # fmt: skip
+    on_devices = [row for row in rows if _DEVICE_LINE.match(f"{row[0]} {row[1]}")]
     ran = on_devices or [row for row in rows if row[0] == "/host:CPU" and "hlo_op" in row[-1]]
     programs, notes = _programs(data, {_program_of(stats) for *_, stats in ran})
     events = []
-    for plane, line, name, start_us, for_us, stats in ran:
-        device, op = plane if on_devices else f"CPU {stats.get('device_ordinal', 0)}", str(stats.get("hlo_op", name))
-        made = Event(device, line, name, start_us, start_us + for_us, _kind(name, op))
+    for plane, line, event, stats in ran:
+        device, name = plane if on_devices else f"CPU {stats.get('device_ordinal', 0)}", event.name
+        op, start_us = str(stats.get("hlo_op", name)), event.start_ns / 1e3
+        made = Event(device, line, name, start_us, start_us + event.duration_ns / 1e3, _kind(name, op))
         known = programs.get(_program_of(stats), {}).get(op)
         if known and made.kind != COPIES and (one := known.starts):
             made = made._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
@@ -190,13 +170,6 @@ def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes
             made = made._replace(kind=PRODUCTS)
         events.append(made)
     return events, notes
-
-
-def _is_of_device(plane: str, line: str) -> bool:
-    """Whether a line has what a device does; others of its plane repeat it by module or by step."""
-    if plane.startswith("/device:TPU:"):
-        return line in ("XLA Ops", "Async XLA Ops")
-    return plane.startswith("/device:GPU:") and line.startswith("Stream #")
 
 
 def _program_of(stats: Mapping[str, Any]) -> str:
@@ -214,7 +187,7 @@ def _programs(data: bytes, wanted: set[str]) -> tuple[dict[str, dict[str, Operat
         if name in wanted and programs:
             try:
                 module = xla_client.hlo.HloModule.from_serialized_hlo_module_proto(_fields(programs[0])[1][0])
-                found[name] = {one.name: one for one, _ in walk(read_schedule(module.to_string()).operations)}
+                found[name] = {one.name: one for one, *_ in walk(read_schedule(module.to_string()).operations)}
             except (AttributeError, RuntimeError, ValueError) as error:
                 notes.append(f"the program {name} cannot be read, its collectives are known by name: {error}")
     return found, notes
@@ -244,25 +217,12 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
     return found
 
 
-def _of_json(file: Path) -> tuple[list[Event], list[str]]:
+def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
+    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
         content = json.load(text)
     about = content if isinstance(content, dict) else {"traceEvents": content}
-    ran = [each for each in about["traceEvents"] if each.get("ph") == "X"]
-    if of_kineto := [each for each in ran if "cat" in each]:
-        return _of_kineto(about, of_kineto), []
-    named: dict[Any, str] = {}  # planes and lines of JAX's
-    for each in about["traceEvents"]:
-        if each.get("name") in ("process_name", "thread_name"):
-            named[each["pid"], each.get("tid") if each["name"] == "thread_name" else None] = each["args"]["name"]
-    return _of_jax([
-        (named.get((each["pid"], None), ""), named.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
-         each.get("dur", 0.0), each.get("args", {})) for each in ran
-    ], b"")  # fmt: skip
-
-
-def _of_kineto(about: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
+    ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
     on_gpus = [each for each in ran if each["cat"].lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
     job, events = about.get("distributedInfo") or {}, []
     world_size = job.get("world_size") if job.get("pg_count", 1) == 1 else None
@@ -271,11 +231,11 @@ def _of_kineto(about: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> li
         device = f"/device:GPU:{args['device']}" if on_gpus else f"CPU {each['pid']}"
         kind = _kind(f"nccl:{args['Collective name'].strip('_')}" if "Collective name" in args else name)
         event = Event(device, str(args.get("stream", each["tid"])), name, each["ts"], each["ts"] + each["dur"], kind)
-        if event.is_collective:
+        if kind not in _COMPUTES:
             num_ranks = args.get("Group size", world_size)
             event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
         events.append(event)
-    return events
+    return events, []
 
 
 def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> int | None:
@@ -304,7 +264,7 @@ def _kind(name: str, op: str = "") -> str:
 
 
 def _union_us(parts: Iterable[tuple[float, float]]) -> float:
-    total, last = 0.0, float("-inf")
+    total, last = 0.0, -math.inf
     for start, end in sorted(parts):
         total += max(0.0, end - max(start, last))
         last = max(last, end)

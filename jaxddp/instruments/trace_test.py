@@ -31,17 +31,6 @@ def test_what_runs_inside_of_an_operation_is_not_its_own_time():
     assert trace.overlaps() == {"/device:GPU:0": (100, 60, 40, 40)}
 
 
-def reduced(num_bytes, *times_us, kind="all-reduce"):
-    return [Event("/device:GPU:0", "2", "nccl", 0, us, kind, num_bytes, 8) for us in times_us]
-
-
-def test_curves_are_the_shortest_times_of_several_sizes():
-    events = [*reduced(2**10, 30, 20), *reduced(2**20, 90, 70), *reduced(2**24, 60), *reduced(None, 1)]
-    events += reduced(2**10, 5, kind="all-gather")  # a single size is no curve
-    assert Trace(tuple(events)).curves() == {"all-reduce": {"8": [(2**10, 20), (2**20, 70), (2**24, 60)]}}
-    assert "collectives of several known sizes" in refusal(Trace(tuple(reduced(2**10, 5))).curves)
-
-
 def nccl(name, start_us, for_us, **args):
     return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start_us, "dur": for_us,
             "args": {"device": 0, "stream": 7, **args}}  # fmt: skip
@@ -101,25 +90,6 @@ def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
     file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(XSPACE))
     assert [(event.device, event.start_us, event.end_us, event.kind) for event in read_trace(file).events] == [
         ("/device:GPU:3", 0, 4, "reduce-scatter"), ("/device:GPU:3", 5, 9, "reduce-scatter")
-    ]  # fmt: skip
-
-
-def test_jaxs_trace_as_json_has_the_same_without_sizes(tmp_path):
-    def named(kind, name, tid):
-        return {"ph": "M", "pid": 1, "tid": tid, "name": kind, "args": {"name": name}}
-
-    def ran(tid, name, ts, **args):
-        return {"ph": "X", "pid": 1, "tid": tid, "ts": ts, "dur": 4, "name": name, "args": args}
-
-    events = [
-        named("process_name", "/device:GPU:3", 0), named("thread_name", "Stream #7(NCCL)", 7),
-        named("thread_name", "XLA Modules", 8), ran(7, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 0, hlo_op="rs.1"),
-        ran(8, "jit_step", 0), ran(7, "loop_fusion", 5, hlo_op="psum_scatter.4"),
-    ]  # fmt: skip
-    (tmp_path / "vm.trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert [(event.device, event.start_us, event.end_us, event.kind, event.num_bytes)
-            for event in read_trace(tmp_path / "vm.trace.json").events] == [
-        ("/device:GPU:3", 0, 4, "reduce-scatter", None), ("/device:GPU:3", 5, 9, "reduce-scatter", None)
     ]  # fmt: skip
 
 

@@ -9,10 +9,10 @@
     asynchronous      counted at the start; collectives count nothing
     library calls     as products, convolutions and attention; others bytes alone, with a note
 
-An array that an instruction reads or writes counts once, in full; a slice or gather counts what it reads, an in-place
-update what it writes; what a TPU keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a
-product as a convolution, whose batch dims are window dims, padded or dilated so that only pairs of one batch meet.
-They print no trip counts: these follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
+An array counts once, in full; a slice or gather counts what it reads, an in-place update what it writes; what a TPU
+keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a product as a convolution, whose
+batch dims are window dims, padded or dilated so that only pairs of one batch meet. They print no trip counts: these
+follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ class Work:
 
 def work_of(instruction: Instruction) -> Work:
     """Counts an instruction with everything that it contains; collectives count as no work."""
-    instruction = _synchronous(instruction)
     opcode = instruction.opcode
+    if opcode.endswith("-start") and opcode != "copy-start" and not _COMMUNICATION.match(opcode):
+        opcode = opcode.removesuffix("-start")  # counts as what it starts
+        instruction = replace(instruction, opcode=opcode, shape=parts_of(instruction.shape)[1])
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
         return Work()
     if opcode in ("conditional", "while", "call", "async"):
@@ -102,8 +104,7 @@ def work_of(instruction: Instruction) -> Work:
         if opcode == "conditional":
             return max(called, key=lambda work: (work.flops, work.num_bytes), default=Work())
         return sum(called, Work()).times(trips(instruction))
-    found = arithmetic(instruction)
-    return Work(found.matmul_flops, found.vector_flops, _bytes(instruction), 1.0)
+    return replace(arithmetic(instruction), num_bytes=_bytes(instruction), num_kernels=1.0)
 
 
 def trips(caller: Instruction) -> int:
@@ -182,14 +183,6 @@ def _fusion_bytes(fusion: Instruction) -> float:
     return total + sum(read)
 
 
-def _synchronous(instruction: Instruction) -> Instruction:
-    """Replaces an asynchronous start by the instruction that it starts, except for communication and copies."""
-    opcode = instruction.opcode
-    if not opcode.endswith("-start") or opcode == "copy-start" or _COMMUNICATION.match(opcode):
-        return instruction
-    return replace(instruction, opcode=opcode.removesuffix("-start"), shape=parts_of(instruction.shape)[1])
-
-
 @functools.lru_cache(maxsize=4096)
 def _memory_bytes(shape: str) -> int:
     """Bytes of a shape's arrays in main memory."""
@@ -224,9 +217,8 @@ def _is_in_place(instruction: Instruction) -> bool:
 
 def _matmul_kind(instruction: Instruction) -> MatmulKind:
     """The kind of a product, from its first factor."""
-    printed = instruction.attribute("operand_precision").lower()
-    precision = "highest" if "highest" in printed else "high" if "high" in printed else "default"
-    return MatmulKind(instruction.inputs[0].arrays[0].dtype, precision)
+    found = re.search("highest|high", instruction.attribute("operand_precision").lower())
+    return MatmulKind(instruction.inputs[0].arrays[0].dtype, found[0] if found else "default")
 
 
 def _called_name(instruction: Instruction) -> str:

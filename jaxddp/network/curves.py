@@ -10,16 +10,14 @@ A group that spans H hosts with n ranks each communicates within hosts first, th
 then between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once,
 and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
-A measured network (``tables.py``) has times within a host by kind, ranks and bytes, interpolated in the logarithms of
-sizes and of ranks; beyond the table the nearest row's rate is taken. What was not measured follows from the two
-numbers. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts, and the latency L between
-hosts. An all-reduce is a tree of hosts, a reduce-scatter or an all-gather one ring of all ranks:
+Times measured within a host (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table
+the nearest row's rate is taken. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts,
+and the latency L between hosts. An all-reduce is a tree of hosts, the others one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-A fabric that was measured has a table in place of this formula; for other numbers of hosts its times grow as the
-formula's bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
+Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 import math
@@ -29,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arguments import check_integer, check_positive, is_number
+from ..arguments import check_integer, check_positive
 
 GB = 1e9
 DEFAULT_LATENCY_US = 15.0
@@ -37,7 +35,8 @@ HOST_LATENCY_US = 50.0  # that a call over hosts adds to a curve; two hosts were
 _RING = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "ragged-all-to-all": 1.0}
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _DIRECT = (*_ALL_TO_ALL, "collective-permute", "send", "recv")  # from rank to rank, at both levels at once
-KINDS = (*_RING, "collective-permute", "collective-broadcast", "broadcast", "reduce", "send", "recv")
+HLO_KINDS = (*_RING, "collective-permute", "collective-broadcast")
+KINDS = (*HLO_KINDS, "broadcast", "reduce", "send", "recv")
 Rows = Sequence[tuple[float, float]]  # bytes of the full buffer and seconds, by size
 Curves = Mapping[str, Mapping[int, Rows]]  # by kind and number of ranks
 
@@ -56,7 +55,6 @@ class Network:
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
-    fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -65,14 +63,9 @@ class Network:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:
             check_integer("network devices_per_host", self.devices_per_host)
-        if not is_number(self.latency_us) or not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
 
     def sent_bytes(self, kind: str, num_bytes: float, group: Sequence[int]) -> tuple[float, float]:
-        """Bytes that a rank sends in one collective: to ranks of its own host, and to other hosts.
-
-        ``num_bytes`` is of the full buffer, ``group`` device numbers. Of a ring it is what the last of a host sends.
-        """
+        """Bytes that a rank sends in one collective of devices: to ranks of its own host, and to other hosts."""
         by_host = self._by_host(group)
         local, num_ranks = max(by_host), sum(by_host)
         if kind in _ALL_TO_ALL:
@@ -112,21 +105,16 @@ class Network:
         if len(by_host) == 1:
             if local not in curves:
                 return within_s, f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
-            return within_s, _beyond(kind, curves[local], num_bytes)
-        num_hosts = len(group) / local
-        share = _between_share(kind, local, num_hosts)
-        alike = "all-gather" if kind == "reduce-scatter" and kind not in self.fabric else kind
-        if alike not in self.fabric:
-            between = self.sent_bytes(kind, num_bytes, group)[1] if kind in _DIRECT else share * num_bytes
-            speed = self._host_bytes_per_s / GB
-            why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
-            return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
-        ((measured, rows),) = self.fabric[alike].items()
-        seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
-        if num_hosts != measured:
-            return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
-        why = "" if alike == kind else f"{kind} over hosts is taken as an all-gather"
-        return seconds, _beyond(f"{kind} over hosts", rows, num_bytes) or why
+            (first, _), *_, (last, _) = curves[local]
+            why = f"{kind} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
+            return within_s, "" if first <= num_bytes <= last else why
+        hosts, ranks = len(group) / local, len(group)
+        between = num_bytes / local * (2 * (hosts - 1) / hosts if kind == "all-reduce" else (ranks - 1) / ranks)
+        if kind in _DIRECT:
+            between = self.sent_bytes(kind, num_bytes, group)[1]
+        speed = self._host_bytes_per_s / GB
+        why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
+        return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
 
     @property
     def _host_bytes_per_s(self) -> float:
@@ -136,19 +124,6 @@ class Network:
         """How many devices of the group are on each of its hosts."""
         per_host = self.devices_per_host or max(group) + 1
         return list(Counter(device // per_host for device in group).values())
-
-
-def _between_share(kind: str, local: int, hosts: float) -> float:
-    """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
-    ranks = hosts * local
-    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (ranks - 1) / ranks) / local
-
-
-def _beyond(what: str, rows: Rows, num_bytes: float) -> str:
-    first, last = rows[0][0], rows[-1][0]
-    if first <= num_bytes <= last:
-        return ""
-    return f"{what} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
 
 
 def _at_size(rows: Rows, num_bytes: float) -> float:

@@ -1,7 +1,8 @@
-"""Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
+"""Measured times of collectives: those of chips that the package has, and files of others."""
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,28 +11,36 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from . import nccl_tests
 from .curves import GB, KINDS, Network, Rows, bus_factor
 
+_Row = tuple[str, int, float, float]  # collective, ranks, bytes of the full buffer, seconds
 _Times = dict[tuple[str, int], dict[float, float]]  # by kind and ranks: bytes of the full buffer -> seconds
 _MEASURED = Path(__file__).with_name("measured_collectives.json")
 _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 # Of these only an all-reduce of 8 was measured. The rest is taken from a chip whose links are so many times as fast. If
 # this one's are slower, its switch does not sum either: an all-reduce is a reduce-scatter and an all-gather.
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
+_SPELT = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
+_PROGRAMS = {
+    f"{name}_perf": _SPELT.get(name, name)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "alltoall")
+}
+_PROGRAM = re.compile(rf"\b({'|'.join(_PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf)(?:_mpi)?\b")
+# Not at the start of a line, where launchers and logs put numbers and times.
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?")
+_SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
+def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
         spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
-        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
-        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
-        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
+        ValueError: If nothing was measured for the chip, or for so many of them on a host.
     """
     chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
@@ -41,14 +50,6 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
     most = max(max(by_ranks) for by_ranks in network.curves.values())
     if not 1 <= devices <= most:
         raise ValueError(f"spec (={spec!r}) must have 1 to {most} devices on a host: {chip}:{most} or {chip}:4x{most}")
-    if fabric:
-        table = _measurements()["fabrics"].get(fabric)
-        if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
-            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
-        if host_gb_per_s is not None:
-            raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
-        source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
-        network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
     if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
@@ -57,12 +58,9 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives``,
-    its ``metrics.jsonl``, or a JSON object of times of full buffers:
-    ``{"us": {kind: {ranks: [[bytes, microseconds], ...]}}}``.
-
-    Raises:
-        ValueError: If it holds no such rows, a single size, or times that do not grow.
+    ``path`` is what nccl-tests printed, a run folder of ``python -m benchmarks collectives`` or its
+    ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``. A
+    ValueError says if it holds no such rows, a single size, or times that do not grow.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -76,14 +74,42 @@ def from_file(path: str | Path) -> Network:
         elif text.lstrip().startswith("{") and "us" in (found := json.loads(text)):
             times = _times_of_table(found["us"])
         else:
-            lines = nccl_tests.read_file(file)
-            if (num_hosts := max(line.num_hosts for line in lines)) > 1:
-                raise ValueError(f"its ranks are on {num_hosts} hosts, where those of one are asked for")
-            right = (line for line in lines if not line.num_wrong)
-            times = _shortest((line.collective, line.num_ranks, line.num_bytes, line.time_us * 1e-6) for line in right)
+            times = _shortest(nccl_tests_rows(text, file.name))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"network file (={str(path)}) must hold measured collectives: {error!r}") from error
     return _of_times(times, str(path))
+
+
+def nccl_tests_rows(text: str, file_name: str) -> list[_Row]:
+    """Reads what programs of NVIDIA's nccl-tests printed on one host, which may be several, with logs between them.
+
+    A line per size ends with eight numbers, of which the first four are of calls out of place:
+
+        # size  count  type  redop  root  time (us)  algbw (GB/s)  busbw (GB/s)  #wrong  time  algbw  busbw  #wrong
+    """
+    named = _PROGRAM.search(file_name)
+    # The collective of programs that do not name themselves, and of what follows; None of what is left out.
+    current = unnamed = _PROGRAMS.get(named[1]) if named else ""
+    found: list[_Row] = []
+    ranks, hosts = set[str](), set[str]()
+    for line in text.splitlines():
+        named = _PROGRAM.search(line)
+        if (named or "# nThread" in line) and ranks:  # of the program before
+            current, ranks, hosts = unnamed, set(), set()
+        if named:
+            current = _PROGRAMS.get(named[1])
+        elif rank := _RANK.search(line):
+            ranks.add(rank[1])
+            hosts.add(rank[2] or "")
+        elif current is not None and (size := _SIZE.search(line)) and int(size[1]):
+            if len(hosts) > 1:
+                raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
+            if size[3] in ("0", "N/A"):  # wrong values, or not checked
+                found.append((current, len(ranks), int(size[1]), float(size[2]) * 1e-6))
+    if not found or not all(collective and num_ranks for collective, num_ranks, *_ in found):
+        wanted = f"the name of its program, such as {', '.join(_PROGRAMS)}, a line for each rank and one for each size"
+        raise ValueError(f"it must be what nccl-tests printed, with {wanted}")
+    return found
 
 
 @cache
@@ -116,7 +142,7 @@ def _times_of_table(table: Any) -> _Times:
     )  # fmt: skip
 
 
-def _shortest(rows: Iterable[tuple[str, int, float, float]]) -> _Times:
+def _shortest(rows: Iterable[_Row]) -> _Times:
     times: _Times = defaultdict(dict)
     for name, ranks, size, seconds in rows:
         of_sizes = times[name.replace("_", "-"), ranks]
@@ -133,12 +159,8 @@ def _of_times(times: _Times, source: str) -> Network:
         # A larger buffer takes no less: what a smaller one took beyond that was warming up, or other work.
         least = [*accumulate((by_size[size] for size in sorted(by_size, reverse=True)), min)]
         curve = tuple(zip(sorted(by_size), reversed(least), strict=True))
-        if (
-            len(curve) < 2
-            or not curve[-1][1] > curve[0][1]
-            or ranks < 2
-            or not all(0 < one < math.inf for row in by_size.items() for one in row)
-        ):
+        is_positive = all(0 < one < math.inf for row in by_size.items() for one in row)
+        if not is_positive or ranks < 2 or len(curve) < 2 or curve[-1][1] <= curve[0][1]:
             raise ValueError(f"{source}: {kind} of {ranks} ranks must have several sizes, with times that grow")
         curves[kind][ranks] = curve
     if not curves:

@@ -1,9 +1,7 @@
 """Published peak numbers of accelerators, by name, and target specs.
 
 Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W; of TPUs it is all links of the torus together.
-
-A target is a chip and a count, by hosts:
+at 1000 W. A target is a chip and a count, by hosts:
 
     ``h100:8``     one host of 8 GPUs joined by NVLink
     ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``
@@ -109,12 +107,10 @@ class Target:
 
 def target(spec: str) -> Target:
     """Parses a target spec; a ValueError if the chip is unknown, or machines do not come in that size."""
-    found = re.fullmatch(r"(\w+):(?:(\d+)x)?(\d+)", spec) if isinstance(spec, str) else None
+    found = re.fullmatch(rf"({'|'.join(CHIPS)}):(?:(\d+)x)?(\d+)", str(spec))
     if found is None:
-        raise ValueError(f"target {spec!r} must be chip:devices or chip:hosts x devices, as in 'h100:8' or 'h100:4x8'")
+        raise ValueError(f"target {spec!r} must be like 'h100:8', or 'h100:4x8' for 4 hosts; chips: {', '.join(CHIPS)}")
     name, hosts, devices = found.group(1), found.group(2), int(found.group(3))
-    if name not in CHIPS:
-        raise ValueError(f"target {spec!r} is of an unknown chip {name!r}: one of {', '.join(CHIPS)}")
     chip = CHIPS[name]
     whole = chip.devices_per_host
     if chip.platform == "tpu":

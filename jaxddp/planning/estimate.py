@@ -10,9 +10,8 @@
                 sharded_optimizer         as naive, and broadcasts of the update
                 zero3                     the first unit's gather, what neither pass hides, and the last reduce-scatter
 
-Without compilation each operation is a kernel that the host launches, in 5 us (XLA's first estimate): a pass takes at
-least its launches. What is left out: clocks that fall under load, kernels that share the chip with collectives, ranks
-that wait for the slowest, and the input pipeline.
+Without compilation each operation is a kernel that the host launches, in 5 us (XLA's first estimate). Left out: clocks
+that fall under load, kernels that share the chip with collectives, the slowest rank, and the input pipeline.
 """
 
 import math

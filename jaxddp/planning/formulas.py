@@ -1,10 +1,8 @@
 """Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
 
-Sizes are in bytes, times in seconds, rates per second. ``plan.py`` and the commands check what a user gives.
-
-State. Per parameter a device holds p bytes of the parameter, g of its gradient, a of an accumulated gradient in another
-dtype, and K of optimizer state, with a float32 master. ZeRO stage 1 shards K over N ranks, stage 2 also g + a, stage 3
-also p.
+Sizes are in bytes, times in seconds, rates per second; ``plan.py`` and the commands check what a user gives.
+ZeRO stage 1 shards the K bytes of optimizer state per parameter over N ranks, stage 2 also the g + a of gradients,
+stage 3 also the p of parameters.
 
 Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
 everything counts 1, an all-reduce 2:
@@ -15,9 +13,8 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call; bucket i takes c_i to compute and
-m_i = s_i / w + o to send. It ends at E_i = max(R_i, E_{i-1}) + m_i, with R_i = R_{i-1} + c_i, and the step waits for
-T = E_n - R_n. For n equal buckets of s/n bytes and C/n seconds
+Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call. For n equal ones of s/n bytes that
+take C/n seconds to compute, the step waits after the last for
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
@@ -28,16 +25,14 @@ reduce their gradients (DP). A step has B tokens, the model P parameters of e by
 A elements per token that TP all-reduces. A device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to its
 groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 where that is neglected.
 
-                     forward                          backward                         both
-    compute          f B / (N C)                      2 x                              3 x
-    FSDP             e P r(X) / (Y W_X), gather       2 x: gather, reduce-scatter      3 x
-    TP               2 e A B r(Y) / (X R W_Y)         the same                         2 x
-    DP               0                                2 e P r(R) / (X Y W_R)           the same
+                     forward                          backward
+    compute          f B / (N C)                      2 x
+    FSDP             e P r(X) / (Y W_X), gather       2 x: gather, reduce-scatter
+    TP               2 e A B r(Y) / (X R W_Y)         the same
+    DP               0                                2 e P r(R) / (X Y W_R)
 
-Where the optimizer is sharded over R, the backward reduce-scatters: half of that.
-
-The times of FSDP and TP add, or the longer one counts if they overlap. TP's time grows with B as compute does, so there
-may be no B that is compute-bound.
+Where the optimizer is sharded over R, the backward reduce-scatters: half of that. TP's time grows with B as compute
+does, so there may be no B that is compute-bound.
 
 References:
     Rajbhandari et al., ZeRO, SC 2020. Li et al., PyTorch Distributed, VLDB 2020. Stanford CS336, assignment 2.
@@ -112,15 +107,11 @@ class Buckets(NamedTuple):
 def best_buckets(
     compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
 ) -> Buckets:
-    """Computes the best number of equal buckets, from one to ``most``, from C, s, w and o, which must not be 0."""
+    """Computes n* of the table above, from one to ``most``, from C, s, w and o, which must not be 0."""
     send_s = num_bytes / bytes_per_s
     n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
     return Buckets(n, num_bytes / n, tail_s, "communication-bound" if send_s >= compute_s else "compute-bound")
-
-
-# Each kind of work as a multiple of one forward's: compute, FSDP, TP, DP.
-_MULTIPLES = {"forward": (1, 1, 1, 0), "backward": (2, 2, 1, 1), "both": (3, 3, 2, 1)}
 
 
 class DeviceRates(NamedTuple):
@@ -136,8 +127,7 @@ class DeviceRates(NamedTuple):
 class Assumptions:
     """Assumptions of the compute-bound conditions."""
 
-    passes: str = "forward"  # or "backward", or "both"
-    overlapped_axes: bool = False  # whether collectives of FSDP, TP and DP run at the same time
+    passes: str = "forward"  # or "backward"
     ring_factors: bool = False  # whether r(n) is (n-1)/n instead of 1
     scattered: bool = False  # whether DP reduce-scatters gradients, instead of an all-reduce
     element_bytes: float = 2  # e
@@ -145,9 +135,6 @@ class Assumptions:
     def ring(self, num_ranks: float) -> float:
         """r(n); 0 for a group of one, which sends nothing."""
         return (num_ranks - 1) / num_ranks if self.ring_factors else float(num_ranks > 1)
-
-
-DEFAULT = Assumptions()
 
 
 class Times(NamedTuple):
@@ -158,36 +145,27 @@ class Times(NamedTuple):
     tp_s: float
     dp_s: float
 
-    def communication_s(self, assumptions: Assumptions) -> float:
-        """Seconds of all communication: the longest kind if they overlap, otherwise the sum."""
-        kinds = self.fsdp_s, self.tp_s, self.dp_s
-        return max(kinds) if assumptions.overlapped_axes else sum(kinds)
-
 
 def times(
-    workload: Workload, rates: DeviceRates, tokens: float, fsdp: float, tp: float, dp: float = 1,
-    assumptions: Assumptions = DEFAULT,
-) -> Times:  # fmt: skip
+    workload: Workload, rates: DeviceRates, tokens: float, fsdp: float, tp: float, dp: float, assumptions: Assumptions
+) -> Times:
     """Computes the times of the table above, with ``tokens`` for B over all devices, X, Y and R."""
     size_bytes = assumptions.element_bytes * workload.num_params
     summed_bytes = assumptions.element_bytes * workload.summed_per_token * tokens
-    compute, gathers, reductions, sums = _MULTIPLES[assumptions.passes]
-    again = workload.recomputed if assumptions.passes != "forward" else 0.0
-    halves = 1 if assumptions.scattered else 2
+    passes, again, reductions = 1, 0.0, 0
+    if assumptions.passes == "backward":
+        passes, again, reductions = 2, workload.recomputed, 1 if assumptions.scattered else 2
     return Times(
-        (compute + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
-        gathers * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
-        reductions * 2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
-        sums * halves * size_bytes * assumptions.ring(dp) / (fsdp * tp * rates.dp_bytes_per_s),
-    )  # fmt: skip
+        (passes + again) * workload.flops_per_token * tokens / (fsdp * tp * dp * rates.flops_per_s),
+        passes * size_bytes * assumptions.ring(fsdp) / (tp * rates.fsdp_bytes_per_s),
+        2 * summed_bytes * assumptions.ring(tp) / (fsdp * dp * rates.tp_bytes_per_s),
+        reductions * size_bytes * assumptions.ring(dp) / (fsdp * tp * rates.dp_bytes_per_s),
+    )
 
 
 def min_tokens(
-    workload: Workload, rates: DeviceRates, fsdp: float, tp: float, dp: float = 1, assumptions: Assumptions = DEFAULT
+    workload: Workload, rates: DeviceRates, fsdp: float, tp: float, dp: float, assumptions: Assumptions
 ) -> float:
     """Computes the smallest compute-bound batch, over all devices and not rounded; inf if none is large enough."""
-    one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # one token: splits what grows with B from what does not
-    fixed_s = one._replace(tp_s=0.0).communication_s(assumptions)
-    if assumptions.overlapped_axes:
-        return fixed_s / one.compute_s if one.compute_s >= one.tp_s else math.inf
-    return fixed_s / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf
+    one = times(workload, rates, 1, fsdp, tp, dp, assumptions)  # of one token: only compute and TP grow with B
+    return (one.fsdp_s + one.dp_s) / (one.compute_s - one.tp_s) if one.compute_s > one.tp_s else math.inf

@@ -1,10 +1,8 @@
 """Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
-GPUs: tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; a group that spans hosts sends at the rate
-of ``Network``. TPUs: a slice is a torus with links in both directions. Tensor-parallel ranks have one of its axes, all
+Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas. On a torus tensor parallelism has one axis, all
 others the rest, and a group over M axes sends M times what one does. A v5p has the numbers of the scaling book
-(https://jax-ml.github.io/scaling-book/tpus): 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's 459e12 and 600e9
-for three axes.
+(https://jax-ml.github.io/scaling-book/tpus), 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's.
 """
 
 from dataclasses import replace
@@ -31,9 +29,8 @@ def network_of(
 ) -> Network:
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
-    A device sends ``gb_per_s`` within its host, or over all links of its torus, and ``host_gb_per_s`` to other hosts;
-    None is as published. ``file`` has measured curves within a host in place of speed and latency: a path, or
-    ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with those of that fabric between hosts.
+    ``gb_per_s`` is within a host, or over all links of a torus; None is as published. ``file`` has measured curves in
+    its place: a path, or ``"measured"`` for the chip's own.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
@@ -41,15 +38,13 @@ def network_of(
         per_host = target.devices_per_host
     if chip.is_measured and gb_per_s is file is None:
         file = "measured"
-    if file is None:
-        speed = chip.link_gb_per_s if gb_per_s is None else gb_per_s
-        return Network(speed, host_gb_per_s=between, devices_per_host=per_host)
-    if gb_per_s is not None:
+    if file is not None and gb_per_s is not None:
         raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
-    name, _, fabric = file.partition(":")
-    if name == "measured":
-        return measured(target.spec, host_gb_per_s=host_gb_per_s if fabric else between, fabric=fabric)
-    return replace(from_file(file), host_gb_per_s=between, devices_per_host=per_host)
+    if file is None:
+        found = Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s)
+    else:
+        found = measured(f"{chip.name}:{target.devices_per_host}") if file == "measured" else from_file(file)
+    return replace(found, host_gb_per_s=between, devices_per_host=per_host)
 
 
 def network_in_words(target: Target, network: Network) -> str:
@@ -59,7 +54,7 @@ def network_in_words(target: Target, network: Network) -> str:
     else:
         origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
-    if network.host_gb_per_s is None or network.fabric:
+    if network.host_gb_per_s is None:
         return within
     origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"

@@ -1,9 +1,7 @@
 """Whether a training step fits a cluster and keeps it busy, by ``formulas.py``, before anything is compiled.
 
-The devices form R replicas of X x Y ranks. Y ranks split each matrix (tensor parallelism). X ranks share the training
-state by ZeRO stage and work on different tokens, as the replicas do. Stage 3 gathers parameters (FSDP); the other
-stages only reduce gradients, in the backward. The step is split into the fewest micro-batches that fit into memory.
-Norm gains are counted as if tensor parallelism split them too.
+The devices form R replicas of X x Y ranks: Y split each matrix (TP), X share the training state by ZeRO stage and work
+on different tokens, as the replicas do. The step is split into the fewest micro-batches that fit into memory.
 """
 
 import math
@@ -16,7 +14,7 @@ from ..network import GB, Network
 from . import formulas
 from .chips import Target
 from .estimate import Run, estimate, product_seconds
-from .formulas import FP32, Assumptions, Buckets, DeviceRates, PerParameter
+from .formulas import FP32, Assumptions, DeviceRates, PerParameter
 from .machine import link_rates
 from .products import rates_in_words
 from .workload import Workload
@@ -83,11 +81,22 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
     total = sum(held.values())
-    times = formulas.times(workload, rates, tokens / num_microbatches, *job.ranks, job.assumptions)
-    buckets = _best_buckets(job, tokens / num_microbatches, rates.flops_per_s)
+    micro_tokens = tokens / num_microbatches
+    times = formulas.times(workload, rates, micro_tokens, *job.ranks, job.assumptions)
+    buckets = None  # the best equal ones of whole tensors, unless no gradients are reduced or a call has no latency
+    rate, latency_s = gradient_rate(job)
+    if latency_s:
+        backward_s = 2 * workload.flops_per_token * micro_tokens / (job.num_devices * rates.flops_per_s)
+        num_bytes = workload.num_params / job.tp * job.assumptions.element_bytes
+        buckets = formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(workload.tensors))
     step = None  # estimated without tensor parallelism, replicas of shards, or a torus
     if job.tp == 1 and job.fsdp in (1, job.num_data_ranks) and not target.torus:
         step = estimate(_run(job, tokens // (job.num_data_ranks * num_microbatches), num_microbatches))
+    notes = []
+    if any(side < 4 for side in target.torus):
+        notes.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
+    if total > (pool := target.chip.pool_bytes) and not target.torus:
+        notes.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
     return {
         "target": target.spec,
         "devices": job.num_devices,
@@ -122,17 +131,8 @@ def plan(job: TrainingJob) -> dict[str, Any]:
             "latency_us": network.latency_us,
             "network_source": network.source,
         },
-        "notes": _notes(job, total),
+        "notes": notes,
     }
-
-
-def _notes(job: TrainingJob, total_bytes: float) -> list[str]:
-    found = []
-    if any(side < 4 for side in job.target.torus):
-        found.append("axes of fewer than 4 chips have no wrap-around links: communication is slower than assumed")
-    if total_bytes > (pool := job.target.chip.pool_bytes) and not job.target.torus:
-        found.append(f"JAX takes {pool / GB:.2f} GB of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more")
-    return found
 
 
 def _best_split(job: TrainingJob) -> dict[str, int]:
@@ -141,16 +141,6 @@ def _best_split(job: TrainingJob) -> dict[str, int]:
     least = {each: formulas.min_tokens(job.workload, _rates(job, *each), *each, 1, job.assumptions) for each in splits}
     fsdp, tp = min(least, key=least.__getitem__)
     return {"fsdp": fsdp, "tp": tp, "tokens": math.ceil(least[fsdp, tp])}
-
-
-def _best_buckets(job: TrainingJob, tokens: float, flops_per_s: float) -> Buckets | None:
-    """The best equal buckets, of whole tensors; None if no gradients are reduced, or a call has no latency."""
-    rate, latency_s = gradient_rate(job)
-    if not latency_s:
-        return None
-    backward_s = 2 * job.workload.flops_per_token * tokens / (job.num_devices * flops_per_s)
-    num_bytes = job.workload.num_params / job.tp * job.assumptions.element_bytes
-    return formulas.best_buckets(backward_s, num_bytes, rate, latency_s, len(job.workload.tensors))
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
@@ -197,9 +187,8 @@ def _tokens(job: TrainingJob, least: float) -> int:
         return job.tokens
     if math.isinf(least):
         raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    if job.sequence_length == 1:
-        return max(math.ceil(least), job.least_tokens)
-    return max(1, math.ceil(least / job.least_tokens)) * job.least_tokens
+    step = 1 if job.sequence_length == 1 else job.least_tokens
+    return max(math.ceil(least / step) * step, job.least_tokens)
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:

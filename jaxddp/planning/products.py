@@ -1,9 +1,7 @@
 """Rates that devices reach, as measured, beside the published peaks of ``chips.py``.
 
-    matrix products   by dtype and shape from XLA's table of H100 and B200, interpolated in the logarithms of all sizes;
-                      beyond it the nearest sizes' rate, a batch of more than four counted as more rows; without a table
-                      the best rate measured over several shapes, times the share of the multiprocessors that its tiles
-                      keep busy; without that the peak
+    matrix products   by dtype and shape from XLA's table of H100 and B200; without a table the best rate measured over
+                      several shapes, times the share of the multiprocessors that its tiles keep busy; else the peak
     memory            92 % of the peak: STREAM's triad gives 3.09 of an H100's 3.35 TB/s
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones

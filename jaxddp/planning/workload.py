@@ -1,28 +1,19 @@
 """Counts of a model: parameters, FLOPs, elements that tensor parallelism reduces, elements kept for the backward.
 
-All counts are of a forward, in elements. A product of a token with an m x n matrix takes 2 m n FLOPs; the backward has
-two such products, for the gradients of the input and of the weight.
+All counts are of a forward, in elements per token; a product with an m x n matrix takes 2 m n FLOPs. Of L blocks with
+the widths D and F, a context of T and H heads, each keeps for the backward:
 
-The feed-forward model has L blocks of k matrices between the widths D and F: ``x W1 W2`` (k = 2) or the gated
-``(f(x W1) * x W2) W3`` (k = 3). Tensor parallelism splits F, so each rank ends with its part of the sum over F: one
-all-reduce of D elements per token and block. The backward needs the input of each matrix, D (whole on every rank) and
-F elements per token, and if gated also the two factors, 2 F more.
+    feed-forward   D, the input, in full on every rank, and F split by tensor parallelism, which sums D; 3 F if gated
+    attention      4 D in full (both norms and their results), 4 D split (query, key, value, mix), H T of weights
 
-The transformer by default is that of ``jaxddp.models``: attention adds four D x D matrices, two products of 2 T D FLOPs
-with a context of T tokens (the full square, as the model computes it), and a second all-reduce. The backward needs the
-inputs of both norms and of the matrices after them (4 D, full), query, key, value and their mix (4 D, split by heads),
-the attention weights (H T), gate, up and their product (3 F), and at the end the last norm's input and output and the
-logits, whose vocabulary is split as F is. For seed_xl on 8 H100s in float32 this gives 2.36 GB at 16 sequences per
-device; the compiled step has 2.49 GB of temporaries.
-
-Flash attention multiplies only what a causal mask leaves, half of the square, keeps no weights, and computes them again
-in the backward: 5 products there. Checkpointing (Korthikanti et al., MLSys 2023) computes activations again:
+Flash attention multiplies half of the square, keeps no weights, and has 5 products in the backward. Checkpointing
+(Korthikanti et al., MLSys 2023) computes activations again:
 
     selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
     full        the whole block                               keeps the block's input
 
-Memory-bound kernels read and write, in a fused forward, 13 D + 3 F elements per token and block, and 4 H T for weights
-that are kept. Operation by operation, as PyTorch without compile, it is 36 D + 5 F and 12 H T.
+Memory-bound kernels of a fused forward read and write 13 D + 3 F elements per block, and 4 H T for weights that are
+kept; operation by operation, as PyTorch without compile, 36 D + 5 F and 12 H T.
 """
 
 import itertools
@@ -31,7 +22,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # by checkpointing
 
 
 class Attention(NamedTuple):
@@ -107,19 +97,19 @@ def transformer(
     scores_flops = num_layers * 4 * context * width // (2 if is_flash and is_causal else 1)
     weights = 0 if is_flash else num_heads * context
     split = 2 * width + 2 * narrow + (hidden if num_matrices == 2 else 3 * hidden)
-    kept, kept_cut = {
-        "none": (4 * width, split + weights), "selective": (width, split // 2 + width), "full": (width, 0),
+    kept, kept_cut, recomputed = {
+        "none": (4 * width, split + weights, 0.0), "selective": (width, split // 2 + width, 0.5),
+        "full": (width, 0, 1.0),
     }[checkpointing]  # fmt: skip
-    products = (2 * num_layers, width, width), (2 * num_layers, width, narrow), *mlp.products, (1, width, vocab)
     return Workload(
         tensors=(("embedding", (vocab, width)), *blocks, *last),
         unit_tensors=(1, *(len(block),) * num_layers, len(last)),
         summed_per_token=mlp.summed_per_token + num_layers * width,
         kept_per_token=num_layers * kept + 2 * width,
         kept_cut_per_token=num_layers * kept_cut + vocab,
-        products=products,
+        products=((2 * num_layers, width, width), (2 * num_layers, width, narrow), *mlp.products, (1, width, vocab)),
         attention=Attention(num_heads, width, context, is_flash, scores_flops),
         moved_per_token=num_layers * (13 * width + num_matrices * hidden + 4 * weights),
         moved_unfused_per_token=num_layers * (36 * width + (2 * num_matrices - 1) * hidden + 12 * weights),
-        recomputed=_RECOMPUTED[checkpointing],
+        recomputed=recomputed,
     )

@@ -11,7 +11,7 @@ import pytest
 import jaxddp
 from jaxddp.checkpoint.checkpoints import Checkpoints
 from jaxddp.comparison_test import compiled_as_planned, drawn, on_one_device, trained
-from jaxddp.instruments.memory import DeviceBytes, held_bytes, step_memory
+from jaxddp.instruments.inspect import DeviceBytes, held_bytes, step_memory
 from jaxddp.strategy import Masters
 
 NUM_RANKS = 4

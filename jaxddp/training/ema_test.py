@@ -8,7 +8,7 @@ import pytest
 
 import jaxddp
 from jaxddp.comparison_test import assert_near, drawn, refusal, trained
-from jaxddp.instruments.memory import held_bytes
+from jaxddp.instruments.inspect import held_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
 DECAY = 0.9

@@ -20,7 +20,7 @@ from jaxddp.comparison_test import (
     refusal,
     trained,
 )
-from jaxddp.instruments.memory import held_bytes, step_memory
+from jaxddp.instruments.inspect import held_bytes, step_memory
 from jaxddp.models import build
 from jaxddp.strategy import without_communication
 from jaxddp.tree import named_leaves
