@@ -1,6 +1,7 @@
 """``python -m jaxddp inspect``: what a training step would do on GPUs or TPUs that are not here."""
 
 import argparse
+import json
 import math
 import pkgutil
 import sys
@@ -67,6 +68,7 @@ def add_parser(commands: Any) -> None:
     add("--batch-per-device", type=int, default=16, metavar="N", help="sequences of a model (default: %(default)s)")
     add("--dtype", default="f32", choices=("f32", "bf16"), help="of a model. f32: products are in TF32 on GPUs and in "
         "bfloat16 on TPUs; bf16: the loss takes bfloat16 copies of float32 parameters (default: f32)")  # fmt: skip
+    add("--write-network", metavar="FILE", help="with --trace: write its collectives as a file for --network-file")
     add("--out", metavar="DIR", help="draw the simulated steps in DIR/timeline.png")
     parser.set_defaults(run=run, default_of=parser.get_default)
 
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")  # compiling for targets needs no accelerator
     if arguments.trace is not None:
         return show_trace(arguments)
+    if arguments.write_network is not None:
+        raise ValueError(f"write_network (={arguments.write_network}) must come with --trace")
     inspections = inspected(arguments)
     show(inspections, arguments.trainer or arguments.model)
     if arguments.out is not None:
@@ -172,7 +176,7 @@ def _cells(one: Any, digits: int) -> list[str]:
 
 
 def show_trace(arguments: argparse.Namespace) -> None:
-    """Reads the profile and prints tables."""
+    """Reads the profile and prints tables; writes the file for ``--network-file`` if asked."""
     from ..instruments.collectives import in_bytes
     from ..instruments.trace import read_trace
 
@@ -184,6 +188,10 @@ def show_trace(arguments: argparse.Namespace) -> None:
     if not collectives:
         said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
         raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
+    if arguments.write_network is not None:
+        written = json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1)
+        with Path(arguments.write_network).open("x") as file:
+            file.write(written + "\n")
     notes, rows = [*trace.notes], []
     for (kind, num_bytes, num_ranks), times_us in collectives.items():
         shortest, curve, ratio = min(times_us), "-", "-"

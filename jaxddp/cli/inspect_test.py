@@ -72,6 +72,7 @@ BAD_INPUT = {
     "--trace profile --trainer my_module:make": "argument --trainer: not allowed with argument --trace",
     "--trainer my_module:make --dtype bf16": "dtype (=bf16) must be left out with --trainer, whose function decides it",
     "--strategy naive --bucket-mb 5": "bucket_mb (=5) must come with a strategy that takes it, such as bucketed",
+    "--write-network file": "write_network (=file) must come with --trace",
     "--dtype bfloat16": "argument --dtype: invalid choice: 'bfloat16' (choose from ",
     "--network-file measured --network-gb-per-s 50": "gb_per_s (=50) must be left out with --network-file",
 }
@@ -248,8 +249,9 @@ def profile(tmp_path_factory):
     return folder
 
 
-def test_a_profile_of_jax_is_held_against_a_network(profile, capsys, tmp_path):
-    assert main(["inspect", "--trace", str(profile), "--target", "h100:2"]) == 0
+def test_a_profile_of_jax_is_held_against_a_network_and_gives_one(profile, capsys, tmp_path):
+    written = tmp_path / "network.json"
+    assert main(["inspect", "--trace", str(profile), "--target", "h100:2", "--write-network", str(written)]) == 0
     output = capsys.readouterr()
     assert output.err == ""
     devices, kinds, collectives = (
@@ -263,12 +265,12 @@ def test_a_profile_of_jax_is_held_against_a_network(profile, capsys, tmp_path):
     assert [cells[1:5] for cells in sized] == [["256", "B", "2", "20"], ["4", "MiB", "2", "20"]]
     measured_us = [1e6 * measured("h100:2").seconds("all-reduce", size, range(2)) for size in SIZES]
     assert [float(curve) for *_, curve, _ in sized] == pytest.approx(measured_us, abs=0.06)  # a tenth is printed
+    curve = json.loads(written.read_text())["us"]["all-reduce"]["2"]
+    assert [size for size, _ in curve] == [*SIZES]
 
-    rows = [[size, float(cells[6].replace(",", ""))] for size, cells in zip(SIZES, sized, strict=True)]  # the shortest
-    (file := tmp_path / "network.json").write_text(json.dumps({"us": {"all-reduce": {"2": rows}}}))
-    assert main(["inspect", "--trace", str(profile), "--network-file", str(file)]) == 0
+    assert main(["inspect", "--trace", str(profile), "--network-file", str(written)]) == 0
     out = capsys.readouterr().out
-    assert f"as measured, {file}" in " ".join(out.split())  # wherever lines are broken
+    assert f"as measured, {written}" in " ".join(out.split())  # wherever lines are broken
     ratios = [line.split()[-1] for line in out.splitlines() if line.startswith("all-reduce") and "iB" in line]
     assert ratios[-1] == "1.00"
 
@@ -280,9 +282,14 @@ def test_a_profile_of_jax_is_held_against_a_network(profile, capsys, tmp_path):
         assert said in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_profile_without_collectives_is_one_line(capsys, tmp_path):
-    (file := tmp_path / "one.json").write_text(json.dumps({"traceEvents": [
+def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, capsys, tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps({"traceEvents": [
         {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 0, "dur": 4, "args": {"device": 0}}
     ]}))  # fmt: skip
-    message = f"profile (={file}) must hold collectives: it has 0.004 ms of products"
-    assert_refused(f"inspect --trace {file}", message, capsys)
+    for options, message in {
+        ("--trace", tmp_path / "one.json"): "must hold collectives: it has 0.004 ms of products",
+        ("--trace", profile, "--write-network", tmp_path / "one.json"): "File exists: ",
+    }.items():
+        assert main(["inspect", *map(str, options)]) == 2
+        output = capsys.readouterr()
+        assert output.out == "" and message in output.err and output.err.count("\n") == 1

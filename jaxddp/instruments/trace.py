@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..network import KINDS
 from .schedule import Operation, read_schedule, walk
 
 _COMPUTES = PRODUCTS, ATTENTION, COPIES, OTHERS = "products", "attention", "copies", "other kernels"
@@ -117,6 +118,19 @@ class Trace:
             if event.kind not in _COMPUTES and not re.search(r"-done[.\d]*$", event.name):
                 times[event.kind, event.num_bytes, event.num_ranks].append(event.end_us - event.start_us)
         return dict(sorted(times.items(), key=lambda item: (item[0][0], item[0][2] or 0, item[0][1] or 0)))
+
+    def curves(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        """The shortest microseconds by kind, ranks and bytes, as ``network.from_file`` takes them."""
+        found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(dict)
+        known: list[tuple[Any, float]] = [(key, min(times)) for key, times in self.collectives().items()]
+        sized = [one for one in known if one[0][0] in KINDS and one[0][1] and (one[0][2] or 0) > 1]
+        for (kind, num_ranks), alike in groupby(sized, key=lambda one: (one[0][0], one[0][2])):
+            curve = [(num_bytes, shortest) for (_, num_bytes, _), shortest in alike]
+            if curve[-1][1] > min(shortest for _, shortest in curve) > 0:
+                found[kind][str(num_ranks)] = curve
+        if not found:
+            raise ValueError("the profile must have collectives of several known sizes, of which larger take longer")
+        return found
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -31,6 +31,17 @@ def test_what_runs_inside_of_an_operation_is_not_its_own_time():
     assert trace.overlaps() == {"/device:GPU:0": (100, 60, 40, 40)}
 
 
+def reduced(num_bytes, *times_us, kind="all-reduce"):
+    return [Event("/device:GPU:0", "2", "nccl", 0, us, kind, num_bytes, 8) for us in times_us]
+
+
+def test_curves_are_the_shortest_times_of_several_sizes():
+    events = [*reduced(2**10, 30, 20), *reduced(2**20, 90, 70), *reduced(2**24, 60), *reduced(None, 1)]
+    events += reduced(2**10, 5, kind="all-gather")  # a single size is no curve
+    assert Trace(tuple(events)).curves() == {"all-reduce": {"8": [(2**10, 20), (2**20, 70), (2**24, 60)]}}
+    assert "collectives of several known sizes" in refusal(Trace(tuple(reduced(2**10, 5))).curves)
+
+
 def nccl(name, start_us, for_us, **args):
     return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start_us, "dur": for_us,
             "args": {"device": 0, "stream": 7, **args}}  # fmt: skip
