@@ -1,6 +1,6 @@
 """Reads a profile that somebody took of a run: its collectives and kernels, and how much communication was exposed.
 
-    jax.profiler          *.xplane.pb
+    jax.profiler          *.xplane.pb, or its trace.json.gz
     torch.profiler        trace.json or trace.json.gz of Kineto
 
 An event may hold others: then only the time outside of those is its own. A device communicates while one of its
@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -141,7 +141,7 @@ def read_trace(path: str | Path) -> Trace:
     for file in files:
         prefix = f"{file.name.partition('.')[0]} " if len(files) > 1 else ""
         try:
-            found, why = (_of_xplane if file.name.endswith(".pb") else _of_kineto)(file)
+            found, why = (_of_xplane if file.name.endswith(".pb") else _of_json)(file)
         except (EOFError, RuntimeError, LookupError, TypeError, AttributeError, ValueError, gzip.BadGzipFile) as error:
             raise ValueError(f"profile (={str(file)}) must be one of jax.profiler or Kineto: {error!r:.120}") from error
         events += (event._replace(device=f"{prefix}{event.device}") for event in found)
@@ -154,29 +154,31 @@ def read_trace(path: str | Path) -> Trace:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # JAX writes both, and the second says less
+    for pattern in ("*.xplane.pb", "*.json.gz", "*.json"):  # of JAX, the first has more
         if found := sorted(path.rglob(pattern), key=lambda file: file.stat().st_mtime):
             return sorted(file for file in found if file.parent == found[-1].parent)
     raise ValueError(f"profile (={str(path)}) must be a profile or hold one: *.xplane.pb, *.json.gz or *.json")
 
 
 def _of_xplane(file: Path) -> tuple[list[Event], list[str]]:
-    """What accelerators did, or XLA on CPUs if there are none."""
     from jax.profiler import ProfileData  # which needs no device
 
     data = file.read_bytes()
-    rows = [
-        (plane.name, line.name, event, dict(event.stats))
+    return _of_jax([
+        (plane.name, line.name, event.name, event.start_ns / 1e3, event.duration_ns / 1e3, dict(event.stats))
         for plane in ProfileData.from_serialized_xspace(data).planes for line in plane.lines for event in line.events
-    ]  # fmt: skip
+    ], data)  # fmt: skip
+
+
+def _of_jax(rows: Sequence[tuple[str, str, str, float, float, Any]], data: bytes) -> tuple[list[Event], list[str]]:
+    """What accelerators did, or XLA on CPUs if there are none; ``data`` may hold their programs."""
     on_devices = [row for row in rows if _DEVICE_LINE.match(f"{row[0]} {row[1]}")]
     ran = on_devices or [row for row in rows if row[0] == "/host:CPU" and "hlo_op" in row[-1]]
     programs, notes = _programs(data, {_program_of(stats) for *_, stats in ran})
     events = []
-    for plane, line, event, stats in ran:
-        device, name = plane if on_devices else f"CPU {stats.get('device_ordinal', 0)}", event.name
-        op, start_us = str(stats.get("hlo_op", name)), event.start_ns / 1e3
-        made = Event(device, line, name, start_us, start_us + event.duration_ns / 1e3, _kind(name, op))
+    for plane, line, name, start_us, for_us, stats in ran:
+        device, op = plane if on_devices else f"CPU {stats.get('device_ordinal', 0)}", str(stats.get("hlo_op", name))
+        made = Event(device, line, name, start_us, start_us + for_us, _kind(name, op))
         known = programs.get(_program_of(stats), {}).get(op)
         if known and made.kind != COPIES and (one := known.starts):
             made = made._replace(name=op, kind=one.kind, num_bytes=one.num_bytes, num_ranks=len(one.group))
@@ -231,12 +233,25 @@ def _fields(data: bytes) -> dict[int, list[Any]]:
     return found
 
 
-def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
-    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
+def _of_json(file: Path) -> tuple[list[Event], list[str]]:
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rt") as text:
         content = json.load(text)
     about = content if isinstance(content, dict) else {"traceEvents": content}
-    ran = [each for each in about["traceEvents"] if each.get("ph") == "X" and "cat" in each]
+    ran = [each for each in about["traceEvents"] if each.get("ph") == "X"]
+    if of_kineto := [each for each in ran if "cat" in each]:
+        return _of_kineto(about, of_kineto), []
+    named: dict[Any, str] = {}  # planes and lines of JAX's
+    for each in about["traceEvents"]:
+        if each.get("name") in ("process_name", "thread_name"):
+            named[each["pid"], each.get("tid") if each["name"] == "thread_name" else None] = each["args"]["name"]
+    return _of_jax([
+        (named.get((each["pid"], None), ""), named.get((each["pid"], each["tid"]), ""), each["name"], each["ts"],
+         each.get("dur", 0.0), each.get("args", {})) for each in ran
+    ], b"")  # fmt: skip
+
+
+def _of_kineto(about: Mapping[str, Any], ran: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """Kernels and copies of GPUs, or operations of torch on CPUs if there are none."""
     on_gpus = [each for each in ran if each["cat"].lower() in ("kernel", "gpu_memcpy", "gpu_memset")]
     job, events = about.get("distributedInfo") or {}, []
     world_size = job.get("world_size") if job.get("pg_count", 1) == 1 else None
@@ -249,7 +264,7 @@ def _of_kineto(file: Path) -> tuple[list[Event], list[str]]:
             num_ranks = args.get("Group size", world_size)
             event = event._replace(num_ranks=num_ranks, num_bytes=_kineto_bytes(args, kind, num_ranks))
         events.append(event)
-    return events, []
+    return events
 
 
 def _kineto_bytes(args: Mapping[str, Any], kind: str, num_ranks: int | None) -> int | None:

@@ -104,6 +104,25 @@ def test_gpus_of_jax_are_read_by_their_streams(tmp_path):
     ]  # fmt: skip
 
 
+def test_jaxs_trace_as_json_has_the_same_without_sizes(tmp_path):
+    def named(kind, name, tid):
+        return {"ph": "M", "pid": 1, "tid": tid, "name": kind, "args": {"name": name}}
+
+    def ran(tid, name, ts, **args):
+        return {"ph": "X", "pid": 1, "tid": tid, "ts": ts, "dur": 4, "name": name, "args": args}
+
+    events = [
+        named("process_name", "/device:GPU:3", 0), named("thread_name", "Stream #7(NCCL)", 7),
+        named("thread_name", "XLA Modules", 8), ran(7, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 0, hlo_op="rs.1"),
+        ran(8, "jit_step", 0), ran(7, "loop_fusion", 5, hlo_op="psum_scatter.4"),
+    ]  # fmt: skip
+    (tmp_path / "vm.trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert [(event.device, event.start_us, event.end_us, event.kind, event.num_bytes)
+            for event in read_trace(tmp_path / "vm.trace.json").events] == [
+        ("/device:GPU:3", 0, 4, "reduce-scatter", None), ("/device:GPU:3", 5, 9, "reduce-scatter", None)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
