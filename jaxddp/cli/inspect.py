@@ -62,8 +62,8 @@ def add_parser(commands: Any) -> None:
     add("--network-gb-per-s", type=float, metavar="GB", help="10^9 bytes per second that one rank can send: to other "
         "hosts if there are several, else to the others of its own (default: as measured, or its links)")  # fmt: skip
     add("--network-file", metavar="FILE", help="measured collectives of a host: what nccl-tests printed, a run "
-        'folder of python -m benchmarks collectives, or JSON, {"us": {kind: {ranks: [[bytes, microseconds], ...]}}} '
-        "(default: as measured of the chip)")  # fmt: skip
+        'folder of python -m benchmarks collectives, or JSON, {"us": {kind: {ranks: [[bytes, microseconds], ...]}}}; '
+        "or measured:a3mega, two hosts of 8 H100 (default: as measured of the chip)")  # fmt: skip
     add("--peaks", action="store_true", help="published peaks of products, memory and, without --network-file, links")
     add("--batch-per-device", type=int, default=16, metavar="N", help="sequences of a model (default: %(default)s)")
     add("--dtype", default="f32", choices=("f32", "bf16"), help="of a model. f32: products are in TF32 on GPUs and in "

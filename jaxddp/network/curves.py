@@ -17,7 +17,8 @@ and the latency L between hosts. An all-reduce is a tree of hosts, the others on
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-Rings: Patarasuk and Yuan, JPDC 2009.
+A measured fabric has a table in place of this formula; over other numbers of hosts its times grow as the formula's
+bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 import math
@@ -55,6 +56,7 @@ class Network:
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
+    fabric: Curves = field(default_factory=dict, repr=False, hash=False)  # over hosts, whose number stands for ranks'
     source: str = ""  # where the curves come from, in words
 
     def __post_init__(self) -> None:
@@ -105,16 +107,21 @@ class Network:
         if len(by_host) == 1:
             if local not in curves:
                 return within_s, f"{kind} was measured with {', '.join(map(str, curves))} ranks, not with {local}"
-            (first, _), *_, (last, _) = curves[local]
-            why = f"{kind} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
-            return within_s, "" if first <= num_bytes <= last else why
-        hosts, ranks = len(group) / local, len(group)
-        between = num_bytes / local * (2 * (hosts - 1) / hosts if kind == "all-reduce" else (ranks - 1) / ranks)
-        if kind in _DIRECT:
-            between = self.sent_bytes(kind, num_bytes, group)[1]
-        speed = self._host_bytes_per_s / GB
-        why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
-        return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
+            return within_s, _beyond(kind, curves[local], num_bytes)
+        num_hosts = len(group) / local
+        share = _between_share(kind, local, num_hosts)
+        alike = "all-gather" if kind == "reduce-scatter" and kind not in self.fabric else kind
+        if alike not in self.fabric:
+            between = self.sent_bytes(kind, num_bytes, group)[1] if kind in _DIRECT else share * num_bytes
+            speed = self._host_bytes_per_s / GB
+            why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
+            return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
+        ((measured, rows),) = self.fabric[alike].items()
+        seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
+        if num_hosts != measured:
+            return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
+        why = "" if alike == kind else f"{kind} over hosts is taken as an all-gather"
+        return seconds, _beyond(f"{kind} over hosts", rows, num_bytes) or why
 
     @property
     def _host_bytes_per_s(self) -> float:
@@ -124,6 +131,19 @@ class Network:
         """How many devices of the group are on each of its hosts."""
         per_host = self.devices_per_host or max(group) + 1
         return list(Counter(device // per_host for device in group).values())
+
+
+def _between_share(kind: str, local: int, hosts: float) -> float:
+    """What a rank sends to other hosts as a multiple of S, over ``local`` ranks on each."""
+    ranks = hosts * local
+    return (2 * (hosts - 1) / hosts if kind == "all-reduce" else (ranks - 1) / ranks) / local
+
+
+def _beyond(what: str, rows: Rows, num_bytes: float) -> str:
+    first, last = rows[0][0], rows[-1][0]
+    if first <= num_bytes <= last:
+        return ""
+    return f"{what} was measured from {first:,.0f} to {last:,.0f} bytes: others are extrapolated"
 
 
 def _at_size(rows: Rows, num_bytes: float) -> float:

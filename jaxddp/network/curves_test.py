@@ -106,8 +106,20 @@ def test_hosts_send_to_each_other_while_their_ranks_do():
     assert network.seconds("all-reduce", MIB, (0, 8)) == network.latency_us * 1e-6 + MIB / 25e9
 
 
+def test_a_measured_fabric_has_its_table_and_grows_with_its_hosts():
+    two, eight = (measured(f"h100:{hosts}x8", fabric="a3mega") for hosts in (2, 8))
+    assert two.seconds("all-reduce", 2**30, range(16)) == pytest.approx(6759e-6)
+    assert two.assumed("all-reduce", 2**30, range(16)) == "" != two.assumed("reduce-scatter", 2**30, range(16))
+    assert two.seconds("reduce-scatter", 2**30, range(16)) == two.seconds("all-gather", 2**30, range(16))
+    assert eight.seconds("all-reduce", 2**30, range(64)) == pytest.approx(6759e-6 * (7 / 8) / (1 / 2))
+    assert "was measured over 2 hosts, not over 8" in eight.assumed("all-reduce", 2**30, range(64))
+
+
 def test_what_was_not_measured_is_refused():
     assert "must be one of all-reduce" in refusal(measured("h100:8").seconds, "all_reduce", 2**20, range(8))
+    assert "must be left out with 'a3mega'" in refusal(measured, "h100:2x8", fabric="a3mega", host_gb_per_s=25)
+    found = refusal(measured, "h100:2x4", fabric="a3mega")
+    assert found.startswith("fabric (='a3mega') must be one that was measured with 'h100:2x4'")
     assert refusal(measured, "v5p:8").startswith("chip (='v5p') must be one whose collectives were measured: b200")
     assert refusal(measured, "h100:4x8").startswith("host_gb_per_s must be given for 'h100:4x8'")
     for spec in ("h100:32", "h100"):

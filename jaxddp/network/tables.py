@@ -1,4 +1,4 @@
-"""Measured times of collectives: those of chips that the package has, and files of others."""
+"""Measured times of collectives: those of chips and fabrics that the package has, and files of others."""
 
 import json
 import math
@@ -31,16 +31,17 @@ _RANK = re.compile(r"#\s+Rank\s+(\d+)\b(?:.*\bon\s+(\S+)\s+device\b)?")
 _SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s+(\d+|N/A)(?:\s+\S+){4}\s*$")
 
 
-def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool = False) -> Network:
+def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
     """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
 
     Args:
         spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
-        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second.
+        host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
+        fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
 
     Raises:
-        ValueError: If nothing was measured for the chip, or for so many of them on a host.
+        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
     chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
@@ -50,6 +51,14 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool
     most = max(max(by_ranks) for by_ranks in network.curves.values())
     if not 1 <= devices <= most:
         raise ValueError(f"spec (={spec!r}) must have 1 to {most} devices on a host: {chip}:{most} or {chip}:4x{most}")
+    if fabric:
+        table = _measurements()["fabrics"].get(fabric)
+        if table is None or (chip, devices) != (table["chip"], table["devices_per_host"]):
+            raise ValueError(f"fabric (={fabric!r}) must be one that was measured with {spec!r}: a3mega of h100:8")
+        if host_gb_per_s is not None:
+            raise ValueError(f"host_gb_per_s (={host_gb_per_s:g}) must be left out with {fabric!r}, which has times")
+        source, host_gb_per_s = f"{network.source}, over hosts {table['source']}", table["gb_per_s"]
+        network = replace(network, fabric=_of_times(_times_of_table(table["us"]), fabric).curves, source=source)
     if hosts not in ([], [1]) and host_gb_per_s is None:
         raise ValueError(f"host_gb_per_s must be given for {spec!r}: nothing was measured between hosts")
     return replace(network, host_gb_per_s=host_gb_per_s, devices_per_host=devices)
@@ -58,7 +67,7 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, without_own: bool
 def from_file(path: str | Path) -> Network:
     """Reads measured collectives of one host.
 
-    ``path`` is what nccl-tests printed, a run folder of ``python -m benchmarks collectives`` or its
+    ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or its
     ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``. A
     ValueError says if it holds no such rows, a single size, or times that do not grow.
     """
@@ -71,8 +80,9 @@ def from_file(path: str | Path) -> Network:
             times = _shortest(
                 (row["collective"], row["num_ranks"], row["size_bytes"], row["median_ms"] * 1e-3) for row in rows
             )
-        elif text.lstrip().startswith("{") and "us" in (found := json.loads(text)):
-            times = _times_of_table(found["us"])
+        elif text.lstrip().startswith("{"):
+            found = json.loads(text)
+            times = _times_of_table(found["us"]) if "us" in found else _shortest(_rows_of_json(found))
         else:
             times = _shortest(nccl_tests_rows(text, file.name))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -110,6 +120,17 @@ def nccl_tests_rows(text: str, file_name: str) -> list[_Row]:
         wanted = f"the name of its program, such as {', '.join(_PROGRAMS)}, a line for each rank and one for each size"
         raise ValueError(f"it must be what nccl-tests printed, with {wanted}")
     return found
+
+
+def _rows_of_json(found: Any) -> list[_Row]:
+    """Reads what one of the programs wrote with ``-J``; without MPI its devices end with the first of each process."""
+    program = _PROGRAM.search(" ".join(found["args"][:1]))
+    config, devices = found["config"], found["config"]["devices"]
+    if len(hosts := {one["hostname"] for one in devices}) > 1:
+        raise ValueError(f"its ranks are on {len(hosts)} hosts, where those of one are asked for")
+    about = _PROGRAMS[program[1]] if program else "", len(devices) * config["nthreads"] * config["ngpus"]
+    times = [(row["size"], row["out_of_place"]) for row in found["results"] if row["out_of_place"] and row["size"]]
+    return [(*about, size, float(one["time"]) * 1e-6) for size, one in times if not int(one["nwrong"] or 0)]
 
 
 @cache

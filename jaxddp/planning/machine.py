@@ -30,7 +30,7 @@ def network_of(
     """A target's network: within a host the measured curves, where there are any, unless its numbers are given.
 
     ``gb_per_s`` is within a host, or over all links of a torus; None is as published. ``file`` has measured curves in
-    its place: a path, or ``"measured"`` for the chip's own.
+    its place: a path, ``"measured"`` for the chip's own, or ``"measured:a3mega"`` with that fabric between hosts.
     """
     chip, between, per_host = target.chip, None, None
     if target.num_hosts > 1 and target.platform == "gpu":
@@ -40,10 +40,13 @@ def network_of(
         file = "measured"
     if file is not None and gb_per_s is not None:
         raise ValueError(f"gb_per_s (={gb_per_s:g}) must be left out with --network-file, which has the times")
+    name, _, fabric = (file or "").partition(":")
+    if name == "measured" and fabric:
+        return measured(target.spec, host_gb_per_s=host_gb_per_s, fabric=fabric)
     if file is None:
         found = Network(chip.link_gb_per_s if gb_per_s is None else gb_per_s)
     else:
-        found = measured(f"{chip.name}:{target.devices_per_host}") if file == "measured" else from_file(file)
+        found = measured(f"{chip.name}:{target.devices_per_host}") if name == "measured" else from_file(file)
     return replace(found, host_gb_per_s=between, devices_per_host=per_host)
 
 
@@ -54,7 +57,7 @@ def network_in_words(target: Target, network: Network) -> str:
     else:
         origin = "as published, at peak" if network.gb_per_s == target.chip.link_gb_per_s else "as given"
         within = f"network, assumed: {network.gb_per_s:g} GB/s a device {origin}, {network.latency_us:g} us a call"
-    if network.host_gb_per_s is None:
+    if network.host_gb_per_s is None or network.fabric:
         return within
     origin = "as published" if network.host_gb_per_s == target.chip.host_link_gb_per_s else "as given"
     return f"{within}, between hosts {network.host_gb_per_s:g} GB/s {origin}"
