@@ -180,6 +180,24 @@ def test_what_nccl_tests_print_is_read(file):
     assert "its ranks are on 2 hosts" in refusal(from_file, file(two_hosts, "two.txt"))
 
 
+def test_what_nccl_tests_write_as_json_is_read(file):
+    def line(size, time_us, wrong=0):
+        return {"size": size, "type": "float", "out_of_place": {"time": time_us, "nwrong": wrong}, "in_place": None}
+
+    # Without MPI it names the first of a process alone.
+    devices = [{"rank": 0, "hostname": "node-01", "device": 0, "device_info": "NVIDIA H100"}]
+    written = {
+        "args": ["/opt/build/all_reduce_perf", "-g", "8"],
+        "config": {"nthreads": 1, "ngpus": 8, "devices": devices},
+        "results": [line(MIB, 50.5), line(2 * MIB, 60.0), line(4 * MIB, 1.0, wrong=3)],
+        "out_of_bounds": {"count": 0},
+    }
+    network = from_file(file(written, "out.json"))
+    assert network.curves == {"all-reduce": {8: ((MIB, pytest.approx(50.5e-6)), (2 * MIB, pytest.approx(60e-6)))}}
+    found = refusal(from_file, file({"args": [], "results": []}, "cut.json"))
+    assert found.endswith("must hold measured collectives: KeyError('config')")
+
+
 def test_a_file_that_is_no_table_is_one_line(file):
     for content, said in (
         ({"us": {"all-reduce": {"8": [[MIB, 1.0]]}}}, "must have several sizes, with times that grow"),
