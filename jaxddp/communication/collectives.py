@@ -1,8 +1,7 @@
 """NCCL's primitives by name, for use inside `jax.shard_map` or `jax.pmap`.
 
-Every rank of a named axis calls the function with its own ``x`` (a rank is a device of that axis). Each is one
-collective operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
-``bus factor`` to get a number that can be compared with the speed of the links.
+Every rank of a named axis calls the function with its own ``x``. N is the number of ranks, S the bytes of the full
+buffer; nccl-tests multiplies S / time by the ``bus factor``, to compare with the speed of the links.
 
 | function       | rank r gives    | rank r gets               | sent on a ring   | bus factor | compiles to        |
 |----------------|-----------------|---------------------------|------------------|------------|--------------------|
@@ -13,10 +12,9 @@ collective operation. N is the number of ranks, S the bytes of the full buffer. 
 | reduce         | x_r, [...]      | the sum, 0 off the root   | 2 (N-1)/N S      | 1          | all-reduce         |
 | send_recv      | x_r, [...]      | x_s if (s, r) is a pair   | S if it sends    | 1          | collective-permute |
 
-Between processes on CPUs, `reduce_scatter` compiles to an all-to-all and, between two of them, both it and `all_gather`
-compile to an all-reduce of S / 2 bytes, for the reasons in ``gloo.py``.
-Sums are in the dtype of ``x``. Under ``check_vma=True`` the results
-of `all_reduce` and `broadcast` may leave `jax.shard_map` under ``out_specs=P()``; those of the others may not.
+Between processes on CPUs, `reduce_scatter` and `all_gather` compile to what ``gloo.py`` says. Sums are in the dtype of
+``x``. Under ``check_vma=True`` the results of `all_reduce` and `broadcast` may leave `jax.shard_map` under
+``out_specs=P()``; those of the others may not.
 
 References:
     NVIDIA, `nccl-tests, Performance reported by NCCL tests
@@ -147,7 +145,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     # Under check_vma, only what comes out of a collective counts as equal.
     is_known_equal = equal and varying(lax.axis_index(axis))
     if kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce" and not is_known_equal:
-        return gloo.all_gather_of_two(x, axis)
+        return gloo.all_to_all(jnp.stack([x, x]), axis).reshape(-1, *x.shape[1:])
     to = "invarying" if equal else "varying"
     if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]

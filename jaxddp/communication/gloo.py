@@ -1,18 +1,13 @@
 """Collectives of shards between processes on CPUs, where XLA's are wrong or slow over Gloo.
 
-**Wrong.** XLA's reduce-scatter: Gloo's routine sends from a buffer while it writes this rank's result to the front of
-that buffer. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the
-sum, without any error, and the call times out if ranks arrive 30 seconds apart. Seen with jaxlib 0.10. An all-to-all of
-the chunks, summed by the receiver, sends the same bytes, is correct and takes half as long on loopback.
+**Wrong.** XLA's reduce-scatter, with jaxlib 0.10: Gloo sends from a buffer while it writes this rank's result to its
+front. If a chunk is larger than a socket's buffer, rank 0 may receive another rank's result as its part of the sum,
+without any error. An all-to-all of the chunks, summed by the receiver, sends the same bytes and is correct.
 
-**Slow.** All that two processes exchange takes one connection, and Gloo sends no data before the peer has announced its
-receive there. What posts its send first makes the later rank's announcement wait behind its data, so that the link's
-directions take turns. For D bytes each way at a rate of W, an all-to-all and a collective-permute take 2 D/W, an
-all-gather, which posts two halves, 1.5 D/W, and an all-reduce of D bytes, which posts receives first, D/W.
-
-Among two ranks, an exchange is therefore an all-reduce (``swap``): as integers, the sum minus a rank's own words is
-what the other has sent, bit for bit. Among more ranks a ring's neighbours have connections of their own. Plans list the
-collective that is used.
+**Slow.** On the one connection of two processes, Gloo sends no data before the peer has announced its receive. What
+posts its send first makes the later rank's announcement wait behind its data, so the link's directions take turns: an
+all-to-all and a collective-permute take twice, an all-gather 1.5 times as long as an all-reduce, which posts receives
+first. So two ranks exchange by an all-reduce (``swap``).
 
 References:
     https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
@@ -28,11 +23,7 @@ from jax import lax
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swap(x: jax.Array, axis: Any) -> jax.Array:
-    """Gives each of two ranks the other's array, by an all-reduce of as many bytes.
-
-    Both sum their bits as unsigned integers, which wrap around, and take their own off. On a ring, an all-reduce of S
-    bytes sends 2 (N-1)/N S: S from each of two ranks, as an exchange does.
-    """
+    """Gives each of two ranks the other's array: both sum their bits as unsigned integers, and take their own off."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}")
     return (lax.psum(bits, axis) - bits).view(x.dtype)
 
@@ -54,8 +45,3 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     received = all_to_all(x.reshape(lax.axis_size(axis), -1, *x.shape[1:]), axis)
     dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     return jnp.sum(received, axis=0, dtype=dtype).astype(x.dtype)
-
-
-def all_gather_of_two(x: jax.Array, axis: Any) -> jax.Array:
-    """Concatenates two ranks' ``[k, ...]`` to ``[2 k, ...]``."""
-    return all_to_all(jnp.stack([x, x]), axis).reshape(-1, *x.shape[1:])

@@ -7,14 +7,10 @@
 
 XLA keeps only the order that data dependencies require. Divided earlier, a bucket would make the backward wait for the
 network. One after another, buckets are updated as they arrive, while later ones are in flight. Where B must not start
-before A has ended, A passes an optimization barrier together with a number, and B adds the barrier's output less that
-number: 0, but XLA cannot know this, and it is not available before A is.
+before A has ended, B uses a zero that XLA cannot fold; it must be used, or XLA drops it, and the order:
 
     a, token = order_token(a)        token = 0, available when a is
     b = b + token                    what uses b waits for a
-
-XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Tokens also order the
-units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,8 +1,7 @@
 """The ring algorithms, built from sends to the right-hand neighbour only.
 
-This is what a library does inside one all-reduce: the ranks form a ring, the array is cut into N chunks, and in each
-step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all steps, and no rank
-sends more than one chunk at a time. N is the number of ranks, S the bytes of the full array:
+This is what a library does inside one all-reduce: the array is cut into N chunks, and in each step every one of the N
+ranks sends one chunk to rank + 1 and receives one from rank - 1, so all links are busy. S is the bytes of the array:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -10,10 +9,8 @@ sends more than one chunk at a time. N is the number of ranks, S the bytes of th
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; one rank sends nothing.
-Sums are formed in ring order and in the dtype of the array: they equal those of `lax.psum` bit for bit with
-integer-valued data, and up to rounding otherwise. Call these inside `jax.shard_map` or `jax.pmap`; under
-``check_vma=True`` the results count as different on every rank.
+Each send is one collective-permute in the compiled program. Sums are formed in ring order, in the dtype of the array.
+Under ``check_vma=True`` the results count as different on every rank.
 
 References:
     Patarasuk and Yuan, `Bandwidth optimal all-reduce algorithms for clusters of workstations

@@ -3,19 +3,15 @@
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
     backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
-A shard holds the master. It is cast to the compute dtype before the gather, or to a narrower one to which the unit
-casts all that it takes; its gradient is summed in ``grad_dtype`` and returned in the master's.
-
-At most three units' parameters are gathered, or wait for their scatter, at a time. XLA may start the gathers of later
-units at once, or let the backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order
-token (see ``communication/reduction.py``) makes unit u wait for unit u - 3, and its gradient orders the backward:
+At most three units' parameters are gathered, or wait for their scatter, at a time; with two, a gather that takes longer
+than the unit it runs beside would be waited for. XLA may start the gathers of later units at once, or let the backward
+run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (``communication/reduction.py``)
+makes unit u wait for unit u - 3, and its gradient orders the backward:
 
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
                shards of u           wait for  gradients into u + 1         so its second gather runs beside u + 1
                a loop of units       waits for scattered gradients of the unit after it
-
-With two units instead, a gather that takes longer than the unit it runs beside would be waited for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Whole parameters under ZeRO: each belongs to one rank, so that any optimizer that updates them one by one can run.
 
-``shard="leaves"`` communicates as without it, in shards of every parameter. In between, an all-to-all collects the
-shards of each gradient on the rank that owns its parameter, and another one returns the shards of the updated
-parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what is sent stays balanced.
+``shard="leaves"`` reduces and gathers shards of every parameter, as without it. In between, all-to-alls collect whole
+gradients on the ranks that own their parameters, and return updated parameters:
 
     =============== ============================= =================================================
     tensor          on each rank                  bytes on each rank
@@ -22,15 +21,12 @@ parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what
     calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``; each sends about 1/N of Psi
 
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
-part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
-several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter, like counts.
-
-References:
-    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1).
+part of the trace that rank r's parameters need.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,29 +74,22 @@ def layout_by_owners(
 
 
 class LeafOwners:
-    """An optimizer whose state is shared out by whole parameters.
-
-    Attributes:
-        num_ranks: N.
-        owners: The rank of each parameter, by name.
-        slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
-        param_of: The parameter whose owner has it, of each leaf of the state by name; None if all ranks have it.
-        widths: Elements of the fullest rank's state, by dtype.
-        uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
-        swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
-    """
+    """An optimizer whose state is shared out by whole parameters."""
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
         """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
-        Refuses an optimizer if an update or a leaf of its state depends on several parameters.
+        Refuses an optimizer if an update or a leaf of its state depends on several parameters, also by a loop over
+        several, which is one operation.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
-        self.slots = jax.eval_shape(optimizer.init, self._params)
+        self.slots = jax.eval_shape(optimizer.init, self._params)  # the state of full parameters
         leaves, slots = named_leaves(self._params), named_leaves(self.slots)
         self._init, program = jax.make_jaxpr(optimizer.init)(self._params), self._update(jnp.float32)
+        # By name of a leaf of the state: the parameter whose owner has it; None if all ranks have it, like a count.
         self.param_of = self._params_of_state(program)
+        # Gradients that nothing depends on, as in ``optax.set_to_zero``, are not sent to owners.
         _, is_used = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
         self.uses_grads = any(is_used[: len(leaves)])
 
@@ -115,7 +104,8 @@ class LeafOwners:
         owned = {name: slots[name] for name, owner in self._state_owners.items() if owner is not None}
         self._states = _Packing(owned, self._state_owners, num_ranks, num_parts=1)
         self._leaves = _Packing(leaves, self.owners, num_ranks, num_parts=num_ranks)
-        self.widths = self._states.widths
+        self.widths = self._states.widths  # elements of the fullest rank's state, by dtype
+        # Elements and dtype of the buffer of each all-to-all of one kind.
         self.swapped = [(num_ranks * width, dtype) for dtype, width in self._leaves.widths.items()]
 
     def init(self, axis: str, params: Any) -> OwnedState:
@@ -252,37 +242,29 @@ class _Packing:
 
     def pack(self, owner: int, full: _Arrays) -> _Arrays:
         """Packs an owner's arrays to ``[parts, width]``, padded with zeros."""
-
-        def rows(cuts: dict[str, Cut]) -> list[jax.Array]:
-            return [one.to_rows(full[name]) for name, one in cuts.items()]
-
-        return {dtype: self._joined(dtype, rows(cuts[owner]), self.num_parts) for dtype, cuts in self.cuts.items()}
+        found = {}
+        for dtype, cuts in self.cuts.items():
+            rows = [one.to_rows(full[name]) for name, one in cuts[owner].items()]
+            found[dtype] = self._joined(dtype, rows, self.num_parts)
+        return found
 
     def unpack(self, owner: int, rows: _Arrays) -> _Arrays:
         """Undoes ``pack``."""
-        found: _Arrays = {}
-        for dtype, cuts in self.cuts.items():
-            found |= unpack_rows(rows[dtype], cuts[owner])
-        return found
+        found = [unpack_rows(rows[dtype], cuts[owner]) for dtype, cuts in self.cuts.items()]
+        return dict(ChainMap(*found))
 
     def pack_shards(self, shards: _Arrays) -> _Arrays:
         """Packs a rank's shards of all arrays: row o of ``[N, width]`` holds those of what owner o has."""
-
-        def row(cuts: dict[str, Cut]) -> list[jax.Array]:
-            return [shards[name].reshape(1, -1) for name in cuts]
-
-        return {
-            dtype: jnp.concatenate([self._joined(dtype, row(cuts), 1) for cuts in of_owners])
-            for dtype, of_owners in self.cuts.items()
-        }
+        found = {}
+        for dtype, of_owners in self.cuts.items():
+            rows = [[shards[name].reshape(1, -1) for name in cuts] for cuts in of_owners]
+            found[dtype] = jnp.concatenate([self._joined(dtype, row, 1) for row in rows])
+        return found
 
     def unpack_shards(self, rows: _Arrays) -> _Arrays:
         """Undoes ``pack_shards``."""
-        found: _Arrays = {}
-        for dtype, of_owners in self.cuts.items():
-            for cuts, row in zip(of_owners, rows[dtype], strict=True):
-                found |= unpack_row(row, cuts)
-        return found
+        pairs = [pair for dtype, of_owners in self.cuts.items() for pair in zip(rows[dtype], of_owners, strict=True)]
+        return dict(ChainMap(*(unpack_row(row, cuts) for row, cuts in pairs)))
 
     def _joined(self, dtype: str, rows: list[jax.Array], num_rows: int) -> jax.Array:
         numpy = np if all(isinstance(row, np.ndarray) for row in rows) else jnp

@@ -1,9 +1,7 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-A sharded parameter is full only while it is used. A unit, which is a function under ``jaxddp.layer`` (a layer, the
-embedding, the head), gathers its parameters when it runs, drops them, and gathers them again in the backward. Its
-gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, up to three
-units (``gather.py``), and the small parameters, which stay replicated.
+A unit, which is a function under ``jaxddp.layer`` (a layer, the embedding, the head), gathers its parameters when it
+runs, drops them, and gathers them again in the backward; the transpose of a gather is a reduce-scatter.
 
     ===================== ============= =====================================
     tensor                on each rank  bytes on each rank, AdamW, fp32
@@ -23,14 +21,10 @@ units (``gather.py``), and the small parameters, which stay replicated.
                                less one for each unit whose backward needs no parameters, such as an embedding
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-The loss is traced once, on full parameters, and every unit is one operation of the trace. Run on shards, units gather
-theirs, loops over a stack take rows of its shards, and everything else is what it was in the trace.
-Parameters that anything else uses are gathered before the forward and held to the end of the backward: a model without
-units has sharded state, and no guarantee about temporary memory.
-
-A unit is under ``jax.checkpoint`` (``computed_again``): saved are results of matrix products, or what a checkpoint of
-the user's in it saves. The last unit of a loss, or of a checkpoint around it, keeps what it gathered, since the
-backward begins there.
+The loss is traced on full parameters, and every unit is one operation of the trace. Run on shards, units gather theirs,
+loops over a stack take rows of its shards, and parameters that anything else uses are gathered before the forward.
+A unit saves results of matrix products, or what a checkpoint of the user's in it saves. The last unit of a loss, or of
+a checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
