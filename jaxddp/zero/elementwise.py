@@ -7,29 +7,20 @@ others count with shapes, so sums, products, sorts, loops, ramps, noise and mask
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..communication.traces import TRANSPARENT, checksum, constant_bytes, expression, interpret
+from ..communication.traces import Value, expressions
 from ..ddp import mirrored
 from ..layout import Leaf
 from ..tree import path_name
 
-_WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
-_RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
-    "clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt "
-    "lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow "
-    "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
-)
 _REFUSAL = (
     "optimizer must be element-wise to be sharded: on shards, {}; use a strategy that keeps the optimizer whole, or"
     " zero1(shard='leaves'); to clip by the global norm, set max_grad_norm, to leave out steps that are not finite,"
@@ -70,51 +61,8 @@ def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_e
         return state, optax.with_extra_args_support(optimizer).update(grads, state, params, value=value)
 
     program = jax.make_jaxpr(first_step, axis_env=axis_env)(params, params, jnp.float32(0))
-    return f"checksum {checksum(program, [True] * len(program.out_avals)):08x}"
-
-
-class _Value(NamedTuple):
-    """A value in a trace."""
-
-    number: int  # of its expression
-    is_uniform: bool  # whether it is one number, or equal at every element
-
-
-def _follow(program: Any, inputs: Sequence[_Value]) -> list[_Value]:
-    """The outputs of a traced program for its inputs. Equal expressions have equal numbers, also in other traces."""
-
-    def constant(value: Any, atom: Any) -> _Value:
-        data, size = constant_bytes(value, atom), math.prod(atom.aval.shape)
-        one = data[: len(data) // max(size, 1)]
-        is_uniform = data == one * size
-        return _Value(expression(atom.aval.dtype, one) if is_uniform else expression(atom.aval, data), is_uniform)
-
-    def combined(values: Sequence[_Value], *operation: Any) -> _Value:
-        """An array of which each element is computed from elements of others at the same position."""
-        number = expression(*operation, *(value.number for value in values))
-        return _Value(number, all(value.is_uniform for value in values))
-
-    def rule(equation: Any, operands: list[_Value]) -> list[_Value]:
-        name, params = equation.primitive.name, equation.params
-        shapes = tuple(atom.aval.shape for atom in equation.invars)
-        out_shapes = [var.aval.shape for var in equation.outvars]
-        if name == "optimization_barrier":
-            return operands
-        if name == "cond":
-            options = zip(*(_follow(branch, operands[1:]) for branch in params["branches"]), strict=True)
-            return [combined((operands[0], *option), name) for option in options]
-        if name in _RESHAPES:
-            moves = name == "reshape" and params["dimensions"] not in (None, tuple(range(len(shapes[0]))))
-            if operands[0].is_uniform or (shapes[0] == out_shapes[0] and not moves):
-                return operands[:1]
-        if name in ELEMENTWISE:
-            pairs = zip(operands, shapes, strict=True)
-            meet = [value.is_uniform or shape == out_shapes[0] for value, shape in pairs]
-            return [combined(operands, name, params, meet)]
-        numbers = [expression(name, params, shapes, place, *operands) for place in range(len(out_shapes))]
-        return [_Value(number, math.prod(shape) <= 1) for number, shape in zip(numbers, out_shapes, strict=True)]
-
-    return interpret(program, inputs, rule, constant, _WRAPPERS)
+    values = expressions(program, [Value(place) for place in range(len(program.in_avals))])
+    return f"checksum {zlib.crc32(str(values).encode()):08x}"
 
 
 def _full(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -142,8 +90,8 @@ def _computations(
     )(*jax.tree.map(part, given))
 
     leaves = enumerate(jax.tree.leaves(given))
-    inputs = [_Value(place, leaf.cut is None and math.prod(leaf.shape) <= 1) for place, leaf in leaves]
-    values, found = iter(_follow(traced, inputs)), {}
+    inputs = [Value(place, leaf.cut is None and math.prod(leaf.shape) <= 1) for place, leaf in leaves]
+    values, found = iter(expressions(traced, inputs)), {}
     for what, like, result in zip(("first state", "update of", "state"), (state, params, state), results, strict=True):
         structs = jax.tree.leaves(_same_structure(result, like))
         for (path, leaf), struct in zip(jax.tree.leaves_with_path(like), structs, strict=True):
