@@ -18,11 +18,6 @@ def simulate_devices(num_devices: int) -> None:
     """Makes JAX present the CPU as several devices; call it before anything else uses JAX.
 
     Raises a RuntimeError if JAX has already started with fewer devices.
-
-    Example:
-        >>> simulate_devices(4)
-        >>> len(jax.devices()) >= 4
-        True
     """
     num_devices = check_integer("num_devices", num_devices)
     try:

@@ -13,6 +13,8 @@ before A has ended, B uses a zero that XLA cannot fold; it must be used, or XLA 
     b = b + token                    what uses b waits for a
 """
 
+import itertools
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,18 +41,13 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
 
 def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket, by name."""
-    tensors: dict[str, jax.Array] = {}
     if isinstance(buffer, tuple):
-        for part, packed in zip(_parts(bucket), buffer, strict=True):
-            tensors |= unpack(part, packed)
-        return tensors
+        return dict(ChainMap(*map(unpack, _parts(bucket), buffer)))
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    offset = 0
-    for tensor in bucket.tensors:
-        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
-        offset += tensor.num_elements
-    return tensors
+    ends = itertools.accumulate(tensor.num_elements for tensor in bucket.tensors)
+    pairs = zip(bucket.tensors, ends, strict=True)
+    return {tensor.name: buffer[end - tensor.num_elements : end].reshape(tensor.shape) for tensor, end in pairs}
 
 
 def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:

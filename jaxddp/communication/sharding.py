@@ -32,12 +32,7 @@ from .collectives import all_reduce, reduce_scatter
 
 @dataclass(frozen=True)
 class Cut:
-    """How one tensor is cut.
-
-    Example:
-        >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
-        ((2, 5), (5, 2), (1, 4))
-    """
+    """How one tensor is cut."""
 
     shape: tuple[int, ...]  # of the full tensor
     num_ranks: int

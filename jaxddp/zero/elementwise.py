@@ -19,7 +19,7 @@ import optax
 from ..communication.traces import Value, expressions
 from ..ddp import mirrored
 from ..layout import Leaf
-from ..tree import path_name
+from ..tree import named_leaves
 
 _REFUSAL = (
     "optimizer must be element-wise to be sharded: on shards, {}; use a strategy that keeps the optimizer whole, or"
@@ -34,19 +34,19 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     Refuses an optimizer whose update or state depends on elements at other places, or on shapes.
     """
     structs = jax.eval_shape(optimizer.init, jax.tree.map(_full, updated))
-    with _refusing():
-        on_shards = _same_structure(jax.eval_shape(optimizer.init, jax.tree.map(_shard, updated)), structs)
 
-    def place(full: Any, shard: Any, mirror: Leaf) -> Leaf:
+    def place(full: Any, mirror: Leaf, shard: Any) -> Leaf:
         return mirror if _shard(mirror).shape == shard.shape else Leaf(full.shape, full.dtype)
 
-    state = jax.tree.map(place, structs, on_shards, mirrored(updated, structs))
+    with _refusing():
+        on_shards = jax.eval_shape(optimizer.init, jax.tree.map(_shard, updated))
+        state = jax.tree.map(place, structs, mirrored(updated, structs), on_shards)
     of_full = _computations(optimizer, updated, state, _full)
     with _refusing():
         of_shards = _computations(optimizer, updated, state, _shard)
-        for label, computation in of_full.items():
-            if of_shards[label] != computation:
-                raise ValueError(f"its {label} is another computation")
+        for name, computation in of_full.items():
+            if of_shards[name] != computation:
+                raise ValueError(f"{name!r} is another computation")
     return state
 
 
@@ -81,28 +81,20 @@ def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
 def _computations(
     optimizer: Any, params: Any, state: Any, part: Callable[[Leaf], jax.ShapeDtypeStruct]
 ) -> dict[str, tuple[int, bool]]:
-    """What an optimizer computes of parts, by label: the number of its expression, and whether it has their shape."""
-    update = optax.with_extra_args_support(optimizer).update
-    given = (params, state, params, Leaf((), jnp.float32))
-    traced, results = jax.make_jaxpr(
-        lambda grads, state, params, value: (optimizer.init(params), *update(grads, state, params, value=value)),
-        return_shape=True,
-    )(*jax.tree.map(part, given))
+    """What an optimizer computes of parts, by name: the number of its expression, and whether it has their shape."""
 
+    def compute(grads: Any, state: Any, params: Any, value: Any) -> dict[str, Any]:
+        updates, after = optax.with_extra_args_support(optimizer).update(grads, state, params, value=value)
+        return {"first": optimizer.init(params), "update": updates, "state": after}
+
+    given = (params, state, params, Leaf((), jnp.float32))
+    traced, results = jax.make_jaxpr(compute, return_shape=True)(*jax.tree.map(part, given))
     leaves = enumerate(jax.tree.leaves(given))
     inputs = [Value(place, leaf.cut is None and math.prod(leaf.shape) <= 1) for place, leaf in leaves]
-    values, found = iter(expressions(traced, inputs)), {}
-    for what, like, result in zip(("first state", "update of", "state"), (state, params, state), results, strict=True):
-        structs = jax.tree.leaves(_same_structure(result, like))
-        for (path, leaf), struct in zip(jax.tree.leaves_with_path(like), structs, strict=True):
-            found[f"{what} {path_name(path)!r}"] = next(values).number, struct.shape == part(leaf).shape
-    return found
-
-
-def _same_structure(tree: Any, like: Any) -> Any:
-    if len({jax.tree.structure(tree), jax.tree.structure(like)}) > 1:
-        raise ValueError("optimizer's state and updates must keep one structure")
-    return tree
+    like = {"first": state, "update": params, "state": state}
+    is_like = jax.tree.map(lambda leaf, struct: struct.shape == part(leaf).shape, like, results)
+    pairs = zip(named_leaves(is_like).items(), expressions(traced, inputs), strict=True)
+    return {name: (value.number, has_shape) for (name, has_shape), value in pairs}
 
 
 @contextmanager

@@ -162,21 +162,20 @@ def by_size(params):
     return jax.tree.map(lambda leaf: leaf.size > 6, params)
 
 
-UPDATE = "its update of 'layers.0.{}' is another computation"
-BIAS, KERNEL = UPDATE.format("bias"), UPDATE.format("kernel")
+BIAS, KERNEL = (f"'update.layers.0.{name}' is another computation" for name in ("bias", "kernel"))
 REFUSED = {
     "lamb": (optax.lamb(0.1), f"{BIAS}; .*set max_grad_norm"),
     "adafactor, factored": (optax.adafactor(0.1, min_dim_size_to_factor=2), "incompatible shapes"),
     "muon": (contrib.muon(0.1), KERNEL),
-    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), BIAS),
+    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "'state.1.0.mu.layers.0.b"),
     "lbfgs": (optax.scale_by_lbfgs(), "Incompatible types"),
-    "dog": (contrib.dog(), "its first state '1.max_dist' is another"),
-    "prodigy": (contrib.prodigy(), BIAS),
+    "dog": (contrib.dog(), "'first.1.max_dist' is another"),
+    "prodigy": (contrib.prodigy(), "'state.estim_lr' is another"),
     "noisy_sgd": (optax.noisy_sgd(0.1, key=0), BIAS),
-    "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), f"{BIAS}; .*'skip'"),
-    "zero_nans": (optax.zero_nans(), "its state 'found_nan.layers.0.bias' is another"),
+    "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "'state.notfinite_count' is another .*'skip'"),
+    "zero_nans": (optax.zero_nans(), "'state.found_nan.layers.0.bias' is another"),
     "flatten": (optax.flatten(optax.adam(0.1)), "incompatible shapes"),
-    "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), "its update"),
+    "0-d scales": (of_gradients(lambda grads: jax.tree.map(lambda grad: grad * grads["scale"], grads)), "'update."),
     "0-d branches": (
         of_gradients(
             lambda grads: jax.lax.cond(grads["scale"] > 0, lambda: grads, lambda: optax.tree.zeros_like(grads))
@@ -184,10 +183,10 @@ REFUSED = {
         "Pred must be a scalar",
     ),
     "0-d limits": (of_gradients(lambda grads: grads | {"layers": jax.tree.map(
-        lambda grad: jax.lax.clamp(grads["scale"], grad, np.float32(1.0)), grads["layers"])}), "clamp|its update"),
+        lambda grad: jax.lax.clamp(grads["scale"], grad, np.float32(1.0)), grads["layers"])}), "clamp|'update."),
     "0-d kept": (
         with_state(lambda params: {"last": jnp.zeros(())}, lambda grads, state: {"last": grads["scale"]}),
-        "its state 'last' is another",
+        "'state.last' is another",
     ),
     "flip": (of_each_gradient(lambda grad: jnp.flip(grad)), BIAS),
     "a reshape that permutes": (
@@ -201,12 +200,12 @@ REFUSED = {
             lambda params: jnp.ones(2),
             lambda grads, state, params=None: (jax.tree.map(lambda g: g * state if g.ndim == 1 else g, grads), state),
         ),
-        "its update of|incompatible shapes",
+        "'update.|incompatible shapes",
     ),
-    "sm3": (optax.sm3(0.1), "must keep one structure"),
+    "sm3": (optax.sm3(0.1), "arity mismatch|structure"),
     "size as a number": (of_each_gradient(lambda grad: grad / grad.size), BIAS),
     "size as a sum": (of_each_gradient(lambda grad: grad * jnp.sum(jnp.ones_like(grad))), BIAS),
-    "dims of 0-d": (of_each_gradient(lambda grad: grad if grad.ndim else 2 * grad), "its update of 'scale' is another"),
+    "dims of 0-d": (of_each_gradient(lambda grad: grad if grad.ndim else 2 * grad), "'update.scale' is another"),
     "update of one shape": (of_each_gradient(lambda grad: jnp.ones((3, 4)) if grad.ndim == 2 else grad), KERNEL),
     "shape as constants": (
         of_each_gradient(lambda grad: grad * np.ones((3, 4), np.float32) if grad.ndim == 2 else grad),

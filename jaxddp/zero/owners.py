@@ -39,9 +39,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ..communication import gloo
 from ..communication.buckets import assign_owners
-from ..communication.collectives import is_silent, kind_of, traced_platform
+from ..communication.collectives import all_to_all, is_silent
 from ..communication.sharding import Cut, cut, unpack_row, unpack_rows
 from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves, whole
@@ -223,7 +222,7 @@ class LeafOwners:
         if self.num_ranks == 1 or is_silent():
             return rows
         with jax.named_scope(SYNC_SCOPE):
-            return {dtype: _all_to_all(row, axis) for dtype, row in rows.items()}
+            return {dtype: all_to_all(row, axis, as_bits=True) for dtype, row in rows.items()}
 
 
 class _Packing:
@@ -301,13 +300,3 @@ def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> lis
 
 def _forms(state: Any) -> Any:
     return jax.tree.structure(state), [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(state)]
-
-
-def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
-    """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
-    if kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
-        return gloo.all_to_all(rows, axis)
-    bits = traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
-    sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
-    received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-    return lax.bitcast_convert_type(received, rows.dtype) if bits else received

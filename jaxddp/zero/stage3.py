@@ -224,8 +224,8 @@ def _run_units(
     """Runs a marked program, some of whose inputs are a ``Shard`` that only units use.
 
     ``is_end``: whether the backward begins with it. ``in_loop``: whether forward and backward are loops, between which
-    XLA finds no equal operations; else barriers keep it from using what the forward has gathered, which in a loop would
-    tie each gather to the round before. ``order``: of the units before it whose values can be used here.
+    XLA finds no equal operations; else barriers keep it from using what the forward has gathered. ``order``: of the
+    units before it whose values can be used here.
     """
     order = Order() if order is None else order
     last = next((equation for equation in reversed(program.jaxpr.eqns) if any(map(_is_unit, nested(equation)))), None)
