@@ -95,8 +95,7 @@ def all_reduce_grads(
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks.
 
-    On GPUs large gradients are sent as they are: XLA joins the reductions of one key to one of several operands,
-    without copies, and ``jaxddp.compile_options`` keep those of other keys apart.
+    On GPUs large gradients are sent as they are: XLA joins the reductions of one key to one of several operands.
     """
 
     def send(buffer: Any, key: str) -> Any:
@@ -156,7 +155,5 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
         hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
             ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
     """
-    if hook is not None and not callable(hook):
-        raise ValueError(f"hook (={hook!r}) must be a function (buffer, axis) -> sum over the ranks, or None")
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

@@ -151,7 +151,7 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
 
 
-def all_to_all(rows: jax.Array, axis: str, *, as_bits: bool = False) -> jax.Array:
+def all_to_all(rows: jax.Array, axis: Axis, *, as_bits: bool = False) -> jax.Array:
     """Sends row o of ``[N, ...]`` to rank o; row r of the result is from rank r. ``as_bits`` as in `all_gather`."""
     if kind_of("all-to-all", len(rows), traced_platform()) == "all-reduce":
         rank = lax.axis_index(axis)
@@ -163,7 +163,7 @@ def all_to_all(rows: jax.Array, axis: str, *, as_bits: bool = False) -> jax.Arra
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _swap(x: jax.Array, axis: str) -> jax.Array:
+def _swap(x: jax.Array, axis: Axis) -> jax.Array:
     """Gives each of two ranks the other's array: both sum their bits as unsigned integers, and take their own off."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}")
     return (lax.psum(bits, axis) - bits).view(x.dtype)

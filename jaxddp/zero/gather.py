@@ -44,7 +44,7 @@ class Shard(NamedTuple):
     """This rank's part of a parameter, or of a row of a stack."""
 
     local: jax.Array
-    leaf: Leaf  # where the whole lies
+    leaf: Any  # where the whole lies: a ``Leaf`` that is cut
     dtype: Any  # in which it is gathered
     grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 

@@ -112,9 +112,7 @@ class LeafOwners:
         rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params)))
 
         def state_of(owner: int | None, full: _Arrays) -> _Arrays:
-            is_wanted = [one == owner for one in self._state_owners.values()]
-            found = _compute(self._init, [*map(full.get, self.owners)], is_wanted)
-            return dict(zip(self.param_of, found, strict=True))
+            return self._compute(self._init, [*map(full.get, self.owners)], owner, self._state_owners)[0]
 
         owned = self._switch(axis, lambda owner: self._flat(owner, state_of(owner, self._leaves.unpack(owner, rows))))
         return OwnedState(self.shared(state_of(None, {})), owned)
@@ -132,9 +130,7 @@ class LeafOwners:
 
         def compute(owner: int | None, grads: _Arrays, states: _Arrays, params: _Arrays) -> list[_Arrays]:
             given = [*map(grads.get, self.owners), *states.values(), *map(params.get, self.owners), value]
-            kinds = self.owners, self._state_owners
-            found = iter(_compute(program, given, [one == owner for kind in kinds for one in kind.values()]))
-            return [{name: next(found) for name in kind} for kind in kinds]
+            return self._compute(program, given, owner, self.owners, self._state_owners)
 
         def of_owner(owner: int) -> tuple[_Arrays, _Arrays]:
             held = self._leaves.unpack(owner, param_rows) if full is None else named_leaves(full)
@@ -215,6 +211,21 @@ class LeafOwners:
         """What this rank computes of what it owns."""
         return lax.switch(lax.axis_index(axis), [partial(of_owner, owner) for owner in range(self.num_ranks)])
 
+    def _compute(
+        self, program: core.ClosedJaxpr, given: Sequence[Any], owner: int | None, *kinds: Mapping[str, Any]
+    ) -> list[_Arrays]:
+        """Outputs that an owner has, by the part of a program that they need, by kind and name; None for the others."""
+        is_wanted = [one == owner for kind in kinds for one in kind.values()]
+        jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, is_wanted)
+        # An operation of several parameters that are used apart is kept whole: zeros for the others.
+        args = [
+            jnp.zeros(aval.shape, aval.dtype) if array is None else jnp.asarray(array, aval.dtype)
+            for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
+            if used
+        ]
+        found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))(*args))
+        return [{name: next(found) if one == owner else None for name, one in kind.items()} for kind in kinds]
+
     def _flat(self, owner: int, states: _Arrays) -> _Arrays:
         return {dtype: row.reshape(-1) for dtype, row in self._states.pack(owner, states).items()}
 
@@ -269,19 +280,6 @@ class _Packing:
         numpy = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
         padding = self.widths[dtype] - sum(row.shape[1] for row in rows)
         return numpy.concatenate([*rows, numpy.zeros((num_rows, padding), jnp.dtype(dtype))], axis=1)
-
-
-def _compute(program: core.ClosedJaxpr, given: Sequence[Any], is_wanted: Sequence[bool]) -> list[Any]:
-    """Computes some outputs of a program, by the part of it that they need; None in place of the others."""
-    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
-    # An operation of several parameters that are used apart is kept whole: zeros for the others.
-    args = [
-        jnp.zeros(aval.shape, aval.dtype) if array is None else jnp.asarray(array, aval.dtype)
-        for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
-        if used
-    ]
-    found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))(*args))
-    return [next(found) if wanted else None for wanted in is_wanted]
 
 
 def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
