@@ -1,9 +1,8 @@
 """Tests whether an optimizer may run on shards: traced on full parameters and on shards, it must be one computation.
 
 Element i of an update may depend on elements i of gradient, parameter and state, and on numbers that are equal on all
-ranks, such as counts, learning rates and the loss. ``init`` and ``update`` are traced on both shapes, and every value
-gets a number of its expression. Element-wise operations count without shapes, as does a number that is broadcast. All
-others count with shapes, so sums, products, sorts, loops, ramps, noise and masks by size differ on shards.
+ranks, such as counts, learning rates and the loss. In the ``expressions`` of a trace, only element-wise operations, and
+numbers that are broadcast, count without their shapes: sums, products, sorts, ramps and noise differ on shards.
 """
 
 import math

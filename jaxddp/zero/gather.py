@@ -193,10 +193,8 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
 
 
 def after_loop(order: Order, carry: list[Any]) -> list[Any]:
-    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered.
-
-    XLA would scatter them after the loop, in which units scatter as well, and not beside that unit.
-    """
+    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered."""
+    # XLA would scatter them after the loop, in which units scatter as well, and not beside that unit.
     carry, order.of_loop = _on_floats(_release, carry, jnp.zeros(()))
     return carry
 

@@ -27,7 +27,6 @@ A unit saves results of matrix products, or what a checkpoint of the user's in i
 a checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
@@ -267,10 +266,8 @@ def _run_units(
 
 
 def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
-    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products.
-
-    The checkpoint around a unit would otherwise keep products inside of the user's, whose policy it does not ask.
-    """
+    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products."""
+    # The checkpoint around a unit does not ask the policy of the user's.
     given = (one.params["policy"] for one in unit.jaxpr.eqns if one.primitive.name == CHECKPOINT)
     return next(given, jax.checkpoint_policies.dots_saveable)
 
