@@ -15,7 +15,7 @@ from .ranks import Ranks, mesh_of
 
 # XLA has no broadcast and no reduce for every backend: jaxddp's are all-reduces.
 _OF_JAX = {"broadcast": "all-reduce", "reduce": "all-reduce", "send_recv": "collective-permute"}
-# Over Gloo, XLA's are wrong or slow, and others take their place: jaxddp/communication/gloo.py.
+# Over Gloo, XLA's are wrong or slow, and others take their place: jaxddp/communication/collectives.py.
 REPLACED = ("reduce_scatter", "all_gather")
 _IN_PLACE = ("all_reduce", "broadcast")
 

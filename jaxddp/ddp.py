@@ -3,18 +3,14 @@
     reduce    mean = sum over ranks of gradients / divisor        an all-reduce for each bucket of the plan
     update    params, state = optimizer(mean)                     the same on every rank
 
-    ==========  ==================================  ========  =====================================================
-    strategy    one all-reduce for                  calls     what the step waits for
-    ==========  ==================================  ========  =====================================================
-    naive       each of P parameters, after the     P         P latencies and all of the bytes: what everyone writes
-                whole backward                                first
-    flat        all gradients of a dtype, after     1         one latency, a copy into the buffer, all of the bytes
-                the whole backward
-    overlapped  each parameter, when its gradient   P         what the remaining backward is too short to hide, and
-                is ready                                      at least the last gradient; P latencies on the network
-    bucketed    each bucket, as it fills            buckets   the same, and at least the last bucket: a cap trades
-                                                              latencies against the bytes that it exposes
-    ==========  ==================================  ========  =====================================================
+    ==========  ==========================================  =======  ==================================================
+    strategy    one all-reduce for                          calls    what the step waits for
+    ==========  ==========================================  =======  ==================================================
+    naive       each of P parameters, after the backward    P        P latencies and all of the bytes
+    flat        all gradients of a dtype, after it          1        one latency, a copy into a buffer, all of the bytes
+    overlapped  each parameter, when its gradient is ready  P        at least the last gradient; P latencies
+    bucketed    each bucket, as it fills                    buckets  at least the last bucket, and a latency for each
+    ==========  ==========================================  =======  ==================================================
 
 Each sends 2 (N-1)/N times the gradients' bytes per rank.
 
@@ -99,8 +95,7 @@ def all_reduce_grads(
 ) -> Means:
     """Sums gradients over ranks, bucket by bucket; those that the plan leaves out are equal on all ranks.
 
-    On GPUs large gradients are sent as they are: XLA joins the reductions of one key to one of several operands,
-    without copies, and ``jaxddp.compile_options`` keep those of other keys apart.
+    On GPUs large gradients are sent as they are: XLA joins the reductions of one key to one of several operands.
     """
 
     def send(buffer: Any, key: str) -> Any:
@@ -160,7 +155,5 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
         hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
             ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
     """
-    if hook is not None and not callable(hook):
-        raise ValueError(f"hook (={hook!r}) must be a function (buffer, axis) -> sum over the ranks, or None")
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

@@ -33,11 +33,8 @@ class Leaf:
     @property
     def block(self) -> tuple[int, ...]:
         """Shape of a block."""
-        return tuple(size // count for size, count in zip(self.shape, self._counts, strict=True))
-
-    @property
-    def _counts(self) -> tuple[int, ...]:
-        return self.counts or (1,) * len(self.shape)
+        counts = self.counts or (1,) * len(self.shape)
+        return tuple(size // count for size, count in zip(self.shape, counts, strict=True))
 
     @property
     def is_padded(self) -> bool:
@@ -96,10 +93,10 @@ class Leaf:
             return tensor
         assert self.cut is not None
         numpy = np if isinstance(tensor, np.ndarray) else jnp
-        apart = [size for pair in zip(self._counts, self.block, strict=True) for size in pair]
-        order = (*range(0, len(apart), 2), *range(1, len(apart), 2))
-        blocks = tensor.reshape(apart).transpose(order).reshape(math.prod(self.counts), *self.block)
-        return numpy.stack([self.cut.to_rows(one) for one in blocks], axis=1).reshape(self.held.shape)
+        blocks = [tensor]
+        for dim, count in enumerate(self.counts):
+            blocks = [part for block in blocks for part in numpy.split(block, count, dim)]
+        return numpy.stack([self.cut.to_rows(block) for block in blocks], axis=1).reshape(self.held.shape)
 
     def from_global(self, array: Any) -> Any:
         """Undoes ``to_global``."""
@@ -107,11 +104,11 @@ class Leaf:
             return array
         assert self.cut is not None
         numpy = np if isinstance(array, np.ndarray) else jnp
-        dims = len(self.shape)
         rows = array.reshape(self.cut.num_ranks, math.prod(self.counts), -1)
-        blocks = numpy.stack([self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])])
-        order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
-        return blocks.reshape(self._counts + self.block).transpose(order).reshape(self.shape)
+        blocks = [self.cut.from_rows(rows[:, place]) for place in range(rows.shape[1])]
+        for dim, count in reversed([*enumerate(self.counts)]):
+            blocks = [numpy.concatenate(blocks[at : at + count], dim) for at in range(0, len(blocks), count)]
+        return blocks[0]
 
 
 def whole(tree: Any) -> Any:

@@ -18,11 +18,6 @@ def simulate_devices(num_devices: int) -> None:
     """Makes JAX present the CPU as several devices; call it before anything else uses JAX.
 
     Raises a RuntimeError if JAX has already started with fewer devices.
-
-    Example:
-        >>> simulate_devices(4)
-        >>> len(jax.devices()) >= 4
-        True
     """
     num_devices = check_integer("num_devices", num_devices)
     try:
@@ -34,16 +29,13 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:
-    """Builds the mesh that data parallelism runs on.
+    """Builds the mesh of data parallelism: ``[num_ranks]`` along ``axis``.
 
     Args:
         num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.
         axis: Name of the mesh axis.
         replicas: Groups of consecutive ranks, such as one a host, that ZeRO shards within; each holds all of the state.
-
-    Returns:
-        A ``Mesh`` of ``[num_ranks]`` along ``axis``; with replicas ``[replicas, num_ranks / replicas]`` along
-        ``("replica", axis)``. Sharding is automatic.
+            Then the mesh is ``[replicas, num_ranks / replicas]`` along ``("replica", axis)``.
 
     Raises:
         ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less; or

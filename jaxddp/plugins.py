@@ -1,7 +1,7 @@
 """Which JAX plugins are installed, and whether JAX should start them.
 
-The compilers of the extra ``targets`` are JAX's plugins for GPUs and TPUs as well, so JAX would look for devices that
-are not there: the CUDA plugin fails, the TPU plugin searches the network for its hosts.
+The compilers of the extra ``targets`` are such plugins: without devices, the one for CUDA fails, and the one for TPUs
+searches the network for hosts.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """All strategies by name: importing this module imports ``ddp.py`` and every file of ``zero/``.
 
-To add a strategy, write one file in that folder with a factory under ``@strategy.register``: the command lines and the
-benchmarks find it here.
+A new strategy is one file in that folder, with a factory under ``@strategy.register``.
 """
 
 import inspect

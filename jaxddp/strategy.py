@@ -7,8 +7,7 @@
     update(grads, opt_state, params, plan, layout, value)
                                                the optimizer on full parameters; or on shards, then an all-gather
 
-``training/step.py`` calls them in this order. Nothing outside of a strategy's own file asks which one it is:
-what others need to know is in its plan and its layout.
+``training/step.py`` calls them in this order. What others need to know of a strategy is in its plan and its layout.
 """
 
 from collections.abc import Callable, Sequence

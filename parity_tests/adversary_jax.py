@@ -47,7 +47,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zero2", {"shard": "leaves"}),
 )
 OWN_LOOPS = ("naive", "flat", "overlapped", "bucketed")
-REFUSALS = ("element-wise", "looks at the shapes of parameters", "update each parameter by itself")
+REFUSALS = ("element-wise", "update each parameter by itself")
 
 _rank: ContextVar[Any] = ContextVar("rank", default=None)  # in the reference; on a mesh the axes say it
 

@@ -25,7 +25,7 @@ ONLY_IN_ONE = {
     "communication/collectives": {
         *("Issued", "Pending", "record", "silent", "is_silent"),
         *("traced_platform", "varying", "as_varying"),
-        *("joins_arrays", "kind_of"),  # what XLA joins; see gloo.py
+        *("joins_arrays", "kind_of", "all_to_all"),  # what XLA joins, and does instead of Gloo
     },
     "communication/hooks": {"all_reduce"},
 }
@@ -47,9 +47,9 @@ def test_twins_have_the_same_public_names_in_the_same_order(file):
     assert ours
 
 
-# Files of one package alone: what has no framework, what XLA does over Gloo, and what a trace tells of a program.
+# Files of one package alone: what has no framework, and what a trace tells of a program.
 ONLY_FILES = {
-    "communication": {"buckets", "gloo", "planned", "traces"},
+    "communication": {"buckets", "planned", "traces"},
     "zero": {"elementwise", "optimizers"},  # a trace shows which optimizers are element-wise; torch's are listed
 }
 

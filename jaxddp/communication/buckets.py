@@ -148,11 +148,6 @@ def plan_all_reduces(
     They are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then four times
     the one before, up to an eighth of all gradients' bytes or 25 MiB. With ``rule="torch"`` the default is PyTorch's.
     ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
-
-    Example:
-        >>> tensors = [TensorSpec(f"{index}", (256, 1024), "float32") for index in range(400)]  # 1 MiB each
-        >>> [len(bucket.tensors) for bucket in plan_all_reduces(tensors).buckets]
-        [1, 25, 50, 50, 50, 50, 50, 50, 50, 24]
     """
     tensors = list(tensors)
     if bucket_mb == "default" and rule == "before":
@@ -228,10 +223,6 @@ def assign_owners(costs: Sequence[tuple[int, ...]], loads: Sequence[tuple[int, .
 
     The fullest rank then has at most 1/N of everything plus the largest parameter. Of several numbers in ``costs``, one
     for each parameter, the others decide ties. ``loads`` are what each rank has already.
-
-    Example:
-        >>> assign_owners([(3,), (5,), (4,), (2,)], [(0,), (0,)])
-        [1, 0, 1, 0]
     """
     totals, owners = list(loads), [0] * len(costs)
     for place in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: equal ones keep their order

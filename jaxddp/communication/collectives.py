@@ -1,8 +1,7 @@
 """NCCL's primitives by name, for use inside `jax.shard_map` or `jax.pmap`.
 
-Every rank of a named axis calls the function with its own ``x`` (a rank is a device of that axis). Each is one
-collective operation. N is the number of ranks, S the bytes of the full buffer. nccl-tests multiplies S / time by the
-``bus factor`` to get a number that can be compared with the speed of the links.
+Every rank of a named axis calls the function with its own ``x``. N is the number of ranks, S the bytes of the full
+buffer; nccl-tests multiplies S / time by the ``bus factor``, to compare with the speed of the links.
 
 | function       | rank r gives    | rank r gets               | sent on a ring   | bus factor | compiles to        |
 |----------------|-----------------|---------------------------|------------------|------------|--------------------|
@@ -13,19 +12,26 @@ collective operation. N is the number of ranks, S the bytes of the full buffer. 
 | reduce         | x_r, [...]      | the sum, 0 off the root   | 2 (N-1)/N S      | 1          | all-reduce         |
 | send_recv      | x_r, [...]      | x_s if (s, r) is a pair   | S if it sends    | 1          | collective-permute |
 
-Between processes on CPUs, `reduce_scatter` compiles to an all-to-all and, between two of them, both it and `all_gather`
-compile to an all-reduce of S / 2 bytes, for the reasons in ``gloo.py``.
-Sums are in the dtype of ``x``. Under ``check_vma=True`` the results
-of `all_reduce` and `broadcast` may leave `jax.shard_map` under ``out_specs=P()``; those of the others may not.
+Sums are in the dtype of ``x``. Under ``check_vma=True`` the results of `all_reduce` and `broadcast` may leave
+`jax.shard_map` under ``out_specs=P()``; those of the others may not.
+
+Between processes on CPUs XLA uses Gloo, and others take the place of two of its collectives. In its reduce-scatter,
+Gloo sends from a buffer while it writes this rank's result to the front: of large chunks, rank 0 may receive another
+rank's result as its part, without any error (jaxlib 0.10). An all-to-all whose parts the receiver sums is right.
+On the one connection of two processes, Gloo sends no data before the peer has announced its receive. What posts its
+send first makes that announcement wait behind the data: an all-to-all takes twice, an all-gather 1.5 times as long as
+an all-reduce, which posts receives first. So two ranks exchange by an all-reduce of their bits.
 
 References:
     NVIDIA, `nccl-tests, Performance reported by NCCL tests
     <https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md>`_
+    https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +39,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arguments import check_pairs, check_root
-from . import gloo
 from .buckets import length_of_chunk, tpu_width
 
 Axis = str | tuple[str, ...]
@@ -58,17 +63,7 @@ def is_silent() -> bool:
 
 
 def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
-    """Sums over the ranks, by a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from jaxddp.mesh import data_mesh
-        >>> def total(x):
-        ...     return all_reduce(x, axis="data")
-        >>> mesh = data_mesh(4)
-        >>> print(jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.arange(4)))
-        [6]
-    """
+    """Sums over the ranks, by a plain `lax.psum`: compile options decide whether XLA merges it with its neighbours."""
     return x if is_silent() else lax.psum(x, axis)
 
 
@@ -108,7 +103,7 @@ def kind_of(kind: str, num_ranks: int, platform: str) -> str:
     if platform != "cpu" or not jax.distributed.is_initialized():
         return kind
     if num_ranks == 2:
-        return "all-reduce"  # see ``gloo.swap``
+        return "all-reduce"  # see ``_swap``
     return "all-to-all" if kind == "reduce-scatter" else kind
 
 
@@ -121,7 +116,9 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     if is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
     if kind_of("reduce-scatter", num_ranks, traced_platform()) != "reduce-scatter":
-        return gloo.reduce_scatter(x, axis)
+        received = all_to_all(x.reshape(num_ranks, -1, *x.shape[1:]), axis)
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        return jnp.sum(received, axis=0, dtype=dtype).astype(x.dtype)
     if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
@@ -147,11 +144,32 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     # Under check_vma, only what comes out of a collective counts as equal.
     is_known_equal = equal and varying(lax.axis_index(axis))
     if kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce" and not is_known_equal:
-        return gloo.all_gather_of_two(x, axis)
+        return all_to_all(jnp.stack([x, x]), axis).reshape(-1, *x.shape[1:])
     to = "invarying" if equal else "varying"
     if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]
     return lax.all_gather(x, axis, axis=0, tiled=True, to=to)
+
+
+def all_to_all(rows: jax.Array, axis: Axis, *, as_bits: bool = False) -> jax.Array:
+    """Sends row o of ``[N, ...]`` to rank o; row r of the result is from rank r. ``as_bits`` as in `all_gather`."""
+    if kind_of("all-to-all", len(rows), traced_platform()) == "all-reduce":
+        rank = lax.axis_index(axis)
+        received = _swap(lax.dynamic_index_in_dim(rows, 1 - rank, keepdims=False), axis)
+        return lax.dynamic_update_index_in_dim(rows, received, 1 - rank, axis=0)
+    if as_bits and rows.dtype == jnp.bfloat16 and traced_platform() == "cpu":
+        return lax.bitcast_convert_type(all_to_all(lax.bitcast_convert_type(rows, jnp.uint16), axis), rows.dtype)
+    return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _swap(x: jax.Array, axis: Axis) -> jax.Array:
+    """Gives each of two ranks the other's array: both sum their bits as unsigned integers, and take their own off."""
+    bits = x.view(f"uint{8 * x.dtype.itemsize}")
+    return (lax.psum(bits, axis) - bits).view(x.dtype)
+
+
+_swap.defvjp(lambda x, axis: (_swap(x, axis), None), lambda axis, _, gradient: (_swap(gradient, axis),))
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:

@@ -37,8 +37,7 @@ print(int(wrong))
 
 # On two ranks also values whose bits, seen as integers, have carries; and derivatives.
 EXCHANGES = """
-from jaxddp.communication.collectives import all_gather
-from jaxddp.communication.gloo import all_to_all
+from jaxddp.communication.collectives import all_gather, all_to_all
 
 jax.config.update("jax_enable_x64", True)
 sharding = NamedSharding(mesh, P("data"))

@@ -20,7 +20,7 @@ _KINDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "psum_scatter": "reduce-scatter",
-    "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange: see gloo.py
+    "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange
     "psum_invariant": "all-reduce",  # its name under check_vma
     "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo
     "pmax": "all-reduce",
@@ -78,7 +78,7 @@ def planned_exchange(kind: str, num_elements: int, dtype: Any, num_ranks: int, p
     compiled, width = kind_of(kind, num_ranks, platform), dtype_bytes(str(dtype))
     if platform == "tpu" and kind != "all-to-all":
         num_elements = num_ranks * tpu_width(num_elements // num_ranks)
-    if compiled == "all-reduce":  # of what the other rank is to have; see ``gloo.swap``
+    if compiled == "all-reduce":  # of what the other rank is to have
         return compiled, num_elements // num_ranks * width
     return compiled, wire_bytes(num_elements, dtype, platform) if kind == "reduce-scatter" else num_elements * width
 

@@ -7,16 +7,14 @@
 
 XLA keeps only the order that data dependencies require. Divided earlier, a bucket would make the backward wait for the
 network. One after another, buckets are updated as they arrive, while later ones are in flight. Where B must not start
-before A has ended, A passes an optimization barrier together with a number, and B adds the barrier's output less that
-number: 0, but XLA cannot know this, and it is not available before A is.
+before A has ended, B uses a zero that XLA cannot fold; it must be used, or XLA drops it, and the order:
 
     a, token = order_token(a)        token = 0, available when a is
     b = b + token                    what uses b waits for a
-
-XLA drops barrier outputs that nothing uses, and the order with them: the token must be used. Tokens also order the
-units of stage 3 (``zero/gather.py``), and make every micro-batch gather them anew.
 """
 
+import itertools
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -43,18 +41,13 @@ def pack(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array:
 
 def unpack(bucket: Bucket, buffer: jax.Array | tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     """Splits a buffer, or the parts that ``pack_small`` gives, into the tensors of its bucket, by name."""
-    tensors: dict[str, jax.Array] = {}
     if isinstance(buffer, tuple):
-        for part, packed in zip(_parts(bucket), buffer, strict=True):
-            tensors |= unpack(part, packed)
-        return tensors
+        return dict(ChainMap(*map(unpack, _parts(bucket), buffer)))
     if len(bucket.tensors) == 1:
         return {bucket.tensors[0].name: buffer}
-    offset = 0
-    for tensor in bucket.tensors:
-        tensors[tensor.name] = buffer[offset : offset + tensor.num_elements].reshape(tensor.shape)
-        offset += tensor.num_elements
-    return tensors
+    ends = itertools.accumulate(tensor.num_elements for tensor in bucket.tensors)
+    pairs = zip(bucket.tensors, ends, strict=True)
+    return {tensor.name: buffer[end - tensor.num_elements : end].reshape(tensor.shape) for tensor, end in pairs}
 
 
 def pack_small(bucket: Bucket, tensors: Mapping[str, jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
@@ -166,8 +159,6 @@ def wide(value: Any) -> jax.Array:
 def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) -> None:
     """Refuses gradients whose shapes are not a plan's, or that autodiff has summed over ranks already."""
     shapes = {tensor.name: tensor.shape for bucket in plan.buckets for tensor in bucket.tensors}
-    if missing := sorted(shapes.keys() - grads.keys()):
-        raise ValueError(f"plan names {missing[0]!r}, which grads does not hold: both must be of one model")
     axes = {axis} if isinstance(axis, str) else set(axis)
     checks_vma = axes <= varying(lax.axis_index(axis))
     for name, grad in grads.items():

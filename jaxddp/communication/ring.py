@@ -1,8 +1,7 @@
 """The ring algorithms, built from sends to the right-hand neighbour only.
 
-This is what a library does inside one all-reduce: the ranks form a ring, the array is cut into N chunks, and in each
-step every rank sends one chunk to rank + 1 and receives one from rank - 1. All links are busy in all steps, and no rank
-sends more than one chunk at a time. N is the number of ranks, S the bytes of the full array:
+This is what a library does inside one all-reduce: the array is cut into N chunks, and in each step every one of the N
+ranks sends one chunk to rank + 1 and receives one from rank - 1, so all links are busy. S is the bytes of the array:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -10,10 +9,8 @@ sends more than one chunk at a time. N is the number of ranks, S the bytes of th
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one `collectives.send_recv`, so one collective-permute in the compiled program; one rank sends nothing.
-Sums are formed in ring order and in the dtype of the array: they equal those of `lax.psum` bit for bit with
-integer-valued data, and up to rounding otherwise. Call these inside `jax.shard_map` or `jax.pmap`; under
-``check_vma=True`` the results count as different on every rank.
+Each send is one collective-permute in the compiled program. Sums are formed in ring order, in the dtype of the array.
+Under ``check_vma=True`` the results count as different on every rank.
 
 References:
     Patarasuk and Yuan, `Bandwidth optimal all-reduce algorithms for clusters of workstations
@@ -29,27 +26,21 @@ from .collectives import send_recv
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
-    """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``.
-
-    A rank adds its own part to the chunk it receives and passes it on. Chunk c starts on rank c + 1 and ends on rank c.
-    """
+    """Sums ``[N k, ...]`` over the ranks in N - 1 steps; rank r gets part r of the sum, ``[k, ...]``."""
     num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
     chunks = x.reshape(num_ranks, length_of_chunk(x.shape, num_ranks), *x.shape[1:])
 
     def local_chunk(chunk: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(chunks, chunk % num_ranks, keepdims=False)
 
-    partial_sum = local_chunk(rank - 1)
+    partial_sum = local_chunk(rank - 1)  # chunk c starts on rank c + 1 and ends on rank c
     for step in range(1, num_ranks):
         partial_sum = send_recv(partial_sum, axis, _to_the_right(num_ranks)) + local_chunk(rank - 1 - step)
     return partial_sum
 
 
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
-    """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``.
-
-    A rank keeps a copy of the chunk it receives and passes it on.
-    """
+    """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``."""
     num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
     chunk_length = length_of_chunk(x.shape, 1)
     chunk = x
@@ -61,10 +52,7 @@ def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
 
 
 def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
-    """Sums over the ranks in 2 (N-1) steps; every rank gets the full sum.
-
-    The array is flattened and padded with zeros until N divides its length, and both are undone at the end.
-    """
+    """Sums over the ranks in 2 (N-1) steps, flat and padded with zeros; every rank gets the full sum, of its shape."""
     num_ranks = lax.axis_size(axis)
     padded = jnp.pad(x.reshape(-1), (0, -x.size % num_ranks))
     total = ring_all_gather(ring_reduce_scatter(padded, axis), axis)

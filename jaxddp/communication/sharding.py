@@ -11,8 +11,7 @@ and padded with zeros to N chunks of c = ceil(n / N).
     [a, b]        [1, c], padded           [1, N c], split along the last dimension
 
 A shard has as many dimensions as its tensor, so a mask by ``ndim > 1`` selects the same parameters. Row r of a
-bucket's buffer, ``[N, width]``, holds the shards of rank r, flat. It is reduce-scattered along dimension 0 to
-``[width]``, which an all-gather undoes.
+bucket's buffer, ``[N, width]``, holds the shards of rank r, flat.
 """
 
 import itertools
@@ -33,12 +32,7 @@ from .collectives import all_reduce, reduce_scatter
 
 @dataclass(frozen=True)
 class Cut:
-    """How one tensor is cut.
-
-    Example:
-        >>> cut((8, 5), 4).shard_shape, cut((5, 8), 4).shard_shape, cut((3, 5), 4).shard_shape
-        ((2, 5), (5, 2), (1, 4))
-    """
+    """How one tensor is cut."""
 
     shape: tuple[int, ...]  # of the full tensor
     num_ranks: int

@@ -6,7 +6,7 @@ in the tree's order (dictionaries give ``l1, l10, l2``) they would wait for grad
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +28,16 @@ CHECKPOINT = "remat2"  # the primitive of ``jax.checkpoint``
 TRANSPARENT = frozenset({*CALLS, CHECKPOINT, "pjit", "shard_map", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 # Operations without inputs or effects that may give every rank another value: the host's, or the device's own.
 _OWN_VALUES = {"pure_callback", "ffi_call", "rng_uniform", "pallas_call"}
+_WRAPPERS = TRANSPARENT - {"shard_map"}  # whose shapes differ inside
+_RESHAPES = frozenset(("broadcast_in_dim", "reshape", "slice", "squeeze"))  # the identity if the shape stays the same
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
+    "clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 "
+    "floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt "
+    "lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow "
+    "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
+)
 VARIES, CONSTANT, ZERO = range(3)  # what is known of a value when the program is compiled
 _KEEP_ZERO = frozenset(  # zeros if all inputs are
     "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
@@ -94,30 +104,53 @@ def num_consts_and_carry(scan: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def checksum(program: core.ClosedJaxpr, is_wanted: Sequence[bool]) -> int:
-    """A number that tells programs apart by what they compute for some of their outputs, constants included."""
+class Value(NamedTuple):
+    """A value in a trace."""
 
-    def rule(equation: Any, inputs: list[int]) -> list[int]:
-        operation = equation.primitive.name, equation.params, *inputs
-        return [expression(*operation, place) for place in range(len(equation.outvars))]
-
-    def constant(value: Any, atom: Any) -> int:
-        return expression(atom.aval, constant_bytes(value, atom))
-
-    found = interpret(program, range(len(program.in_avals)), rule, constant, TRANSPARENT)
-    return expression(*itertools.compress(found, is_wanted))
+    number: int  # of its expression
+    is_uniform: bool = False  # whether it is known to be one number, or equal at every element
 
 
-def expression(*parts: Any) -> int:
-    """A number of an expression, in any process: equal ones have equal numbers."""
-    text = str([zlib.crc32(part) if isinstance(part, bytes) else part for part in parts])
-    return zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses
+def expressions(program: Any, inputs: Sequence[Value]) -> list[Value]:
+    """The outputs of a traced program for its inputs. Equal expressions have equal numbers, also in other traces.
 
+    Element-wise operations, and what broadcasts one number, count without shapes, all others with them.
+    """
 
-def constant_bytes(value: Any, atom: Any) -> bytes:
-    """The bytes of a literal or a constant of a jaxpr."""
-    is_key = jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(value) if is_key else value, None if is_key else atom.aval.dtype).tobytes()
+    def constant(value: Any, atom: Any) -> Value:
+        aval, is_key = atom.aval, jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(value) if is_key else value, None if is_key else aval.dtype)
+        data, size = array.tobytes(), math.prod(aval.shape)
+        one = data[: len(data) // max(size, 1)]
+        is_uniform = data == one * size
+        return Value(_number(aval.dtype, one) if is_uniform else _number(aval, data), is_uniform)
+
+    def combined(values: Sequence[Value], *operation: Any) -> Value:
+        """An array of which each element is computed from elements of others at the same position."""
+        number = _number(*operation, *(value.number for value in values))
+        return Value(number, all(value.is_uniform for value in values))
+
+    def rule(equation: Any, operands: list[Value]) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
+        shapes = tuple(atom.aval.shape for atom in equation.invars)
+        out_shapes = [var.aval.shape for var in equation.outvars]
+        if name == "optimization_barrier":
+            return operands
+        if name == "cond":
+            options = zip(*(expressions(branch, operands[1:]) for branch in params["branches"]), strict=True)
+            return [combined((operands[0], *option), name) for option in options]
+        if name in _RESHAPES:
+            moves = name == "reshape" and params["dimensions"] not in (None, tuple(range(len(shapes[0]))))
+            if operands[0].is_uniform or (shapes[0] == out_shapes[0] and not moves):
+                return operands[:1]
+        if name in ELEMENTWISE:
+            pairs = zip(operands, shapes, strict=True)
+            meet = [value.is_uniform or shape == out_shapes[0] for value, shape in pairs]
+            return [combined(operands, name, params, meet)]
+        numbers = [_number(name, params, shapes, place, *operands) for place in range(len(out_shapes))]
+        return [Value(number, math.prod(shape) <= 1) for number, shape in zip(numbers, out_shapes, strict=True)]
+
+    return interpret(program, inputs, rule, constant, _WRAPPERS)
 
 
 def plan_trace(strategy: Strategy, trace: GradientTrace, param_dtypes: Mapping[str, str] | None = None) -> BucketPlan:
@@ -181,9 +214,9 @@ def describe_results(trace: GradientTrace) -> str:
 
     Other shapes would make them wait for each other; constant gradients are not sent, so ranks would differ.
     """
-    shapes = list(map(str, trace.program.out_avals))
-    is_constant = [output in trace.constants for output in range(len(shapes))]
-    return f"checksum {zlib.crc32(str(shapes).encode(), checksum(trace.program, is_constant)):08x}"
+    values = expressions(trace.program, [Value(place) for place in range(len(trace.program.in_avals))])
+    described = [*map(str, trace.program.out_avals), *(values[output] for output in sorted(trace.constants))]
+    return f"checksum {zlib.crc32(str(described).encode()):08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr) -> list[int | None]:
@@ -238,3 +271,9 @@ def follow(
         return ZERO if isinstance(atom, core.Literal) and np.ndim(value) == 0 and value == 0 else CONSTANT
 
     return interpret(program, inputs, rule, constant)
+
+
+def _number(*parts: Any) -> int:
+    """A number of an expression, in any process: equal ones have equal numbers."""
+    text = str([zlib.crc32(part) if isinstance(part, bytes) else part for part in parts])
+    return zlib.crc32(re.sub(r"0x[0-9a-f]+", "", text).encode())  # functions are printed with their addresses

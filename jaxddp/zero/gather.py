@@ -3,19 +3,15 @@
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
     backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
-A shard holds the master. It is cast to the compute dtype before the gather, or to a narrower one to which the unit
-casts all that it takes; its gradient is summed in ``grad_dtype`` and returned in the master's.
-
-At most three units' parameters are gathered, or wait for their scatter, at a time. XLA may start the gathers of later
-units at once, or let the backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order
-token (see ``communication/reduction.py``) makes unit u wait for unit u - 3, and its gradient orders the backward:
+At most three units' parameters are gathered, or wait for their scatter, at a time; with two, a gather that takes longer
+than the unit it runs beside would be waited for. XLA may start the gathers of later units at once, or let the backward
+run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (``communication/reduction.py``)
+makes unit u wait for unit u - 3, and its gradient orders the backward:
 
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
                shards of u           wait for  gradients into u + 1         so its second gather runs beside u + 1
                a loop of units       waits for scattered gradients of the unit after it
-
-With two units instead, a gather that takes longer than the unit it runs beside would be waited for.
 """
 
 from __future__ import annotations
@@ -48,23 +44,16 @@ class Shard(NamedTuple):
     """This rank's part of a parameter, or of a row of a stack."""
 
     local: jax.Array
-    leaf: Leaf  # where the whole lies
+    leaf: Any  # where the whole lies: a ``Leaf`` that is cut
     dtype: Any  # in which it is gathered
     grad_dtype: Any  # in which its gradient is summed over ranks; None if it has none
 
-    @property
-    def cut(self) -> Any:
-        """How it, or each of its blocks, is cut."""
-        return self.leaf.cut
-
     def row(self, local: jax.Array) -> Shard:
         """This rank's part of a row of a stack."""
-        leaf, whole = self.leaf, self.cut
-        cut = Cut(whole.shape[1:], whole.num_ranks, whole.dim - 1)
-        spec = PartitionSpec(*leaf.spec[1:])
-        return self._replace(
-            local=local, leaf=replace(leaf, shape=leaf.shape[1:], cut=cut, spec=spec, counts=leaf.counts[1:])
-        )
+        leaf, whole = self.leaf, self.leaf.cut
+        cut, spec = Cut(whole.shape[1:], whole.num_ranks, whole.dim - 1), PartitionSpec(*leaf.spec[1:])
+        leaf = replace(leaf, shape=leaf.shape[1:], cut=cut, spec=spec, counts=leaf.counts[1:])
+        return self._replace(local=local, leaf=leaf)
 
 
 def stacked_dims(leaf: Leaf) -> int:
@@ -74,33 +63,42 @@ def stacked_dims(leaf: Leaf) -> int:
     return next((dim for dim, axes in enumerate(leaf.spec[: leaf.cut.dim]) if axes), leaf.cut.dim)
 
 
-def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) -> tuple[list[Any], list[Any]]:
-    """Gathers full parameters with one all-gather per dtype; the transpose is one reduce-scatter per dtype.
+def gather(
+    program: core.ClosedJaxpr, places: Sequence[int], shards: list[Shard], ranks: Ranks, others: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """Gathers the parameters that a program takes at these places, by one all-gather per dtype.
 
-    In the backward, no gradient is used before all are computed. Otherwise XLA computes the gradients of activations
-    first, for all units, and keeps alive what those of parameters still need. What has no gradient stays out of that
-    barrier. Returns the full parameters, and the ``others``, which a unit takes beside them.
+    The transpose is one reduce-scatter per dtype. In the backward, no gradient is used before all are computed.
+    Otherwise XLA computes the gradients of activations first, for all units, and keeps alive what those of parameters
+    still need. What has no gradient stays out of that barrier. Returns the full parameters, and the ``others``, which
+    a unit takes beside them.
     """
     quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
+    dtypes, narrow = [shard.dtype for shard in shards], _cast(program, places)
+    # XLA for GPUs would move a cast to a narrower dtype before the gather, and send less than planned. Parameters that
+    # are cast already would be rounded once, and not twice.
+    if narrow is not None and all(
+        narrow.itemsize < one.dtype.itemsize and one.dtype == one.leaf.dtype for one in shards
+    ):
+        shards = [one._replace(dtype=narrow) for one in shards]
     groups: dict[Any, list[int]] = {}
     for place, shard in enumerate(shards):
         groups.setdefault((shard.dtype, shard.local.dtype), []).append(place)
-    specs = {"local": [shard.leaf.shard_spec for shard in shards], "full": [shard.leaf.spec for shard in shards]}
+    of_shards, of_full = [shard.leaf.shard_spec for shard in shards], [shard.leaf.spec for shard in shards]
 
-    def by_group(function: Callable[..., Any], arrays: Sequence[Any], given: str, wanted: str) -> list[Any]:
+    def by_group(function: Callable[..., Any], arrays: Sequence[Any], given: list[Any], wanted: list[Any]) -> list[Any]:
         """Calls a function on those of one dtype at a time, without what is None."""
         found: list[Any] = [None] * len(arrays)
         for group in groups.values():
-            if places := [place for place in group if arrays[place] is not None]:
-                ins, outs = ([specs[kind][place] for place in places] for kind in (given, wanted))
-                of_some = partial(function, [shards[place] for place in places], ranks)
+            if some := [place for place in group if arrays[place] is not None]:
+                chosen, ins, outs, values = ([of[place] for place in some] for of in (shards, given, wanted, arrays))
                 with quiet():
-                    some = ranks.on_devices(of_some, (ins,), outs)([arrays[place] for place in places])
-                found = put(found, places, some)
+                    results = ranks.on_devices(partial(function, chosen, ranks), (ins,), outs)(values)
+                found = put(found, some, results)
         return found
 
     def forward(local: list[Any], others: list[Any]) -> tuple[list[Any], list[Any]]:
-        return by_group(_all_gather, local, "local", "full"), others
+        return by_group(_all_gather, local, of_shards, of_full), others
 
     def forward_of(local: list[Any], others: list[Any]) -> tuple[Any, list[tuple[()] | None]]:
         # What wants a gradient, as () or None: JAX treats both as structure, where a bool would be an array.
@@ -115,26 +113,12 @@ def gather(shards: Sequence[Shard], ranks: Ranks, others: Sequence[Any] = ()) ->
         ]
         if others:  # without any, the gradients are all that there is to compute
             found = lax.optimization_barrier(found)
-        return by_group(_reduce_scatter, found[: len(shards)], "full", "local"), found[len(shards) :]
+        return by_group(_reduce_scatter, found[: len(shards)], of_full, of_shards), found[len(shards) :]
 
     gathered = jax.custom_vjp(forward)
     gathered.defvjp(forward_of, backward, symbolic_zeros=True)
-    return gathered([shard.local for shard in shards], list(others))
-
-
-def gather_for(
-    program: core.ClosedJaxpr, places: Sequence[int], shards: list[Shard], ranks: Ranks, others: Sequence[Any] = ()
-) -> tuple[list[Any], list[Any]]:
-    """Gathers the parameters that a program takes at these places; in a narrower dtype if it casts all of them to it.
-
-    XLA for GPUs would move such a cast before the gather, and send less than planned.
-    """
-    dtype = _cast(program, places)
-    is_narrower = dtype is not None and all(dtype.itemsize < one.dtype.itemsize for one in shards)
-    is_master = all(one.dtype == one.leaf.dtype for one in shards)  # else it would be rounded once, and not twice
-    sent = [one._replace(dtype=dtype) for one in shards] if is_narrower and is_master else shards
-    full, others = gather(sent, ranks, others)
-    return [array.astype(one.dtype) for array, one in zip(full, shards, strict=True)], others
+    full, others = gathered([shard.local for shard in shards], list(others))
+    return [array.astype(dtype) for array, dtype in zip(full, dtypes, strict=True)], others
 
 
 def _cast(program: core.ClosedJaxpr, places: Sequence[int]) -> Any:
@@ -158,14 +142,14 @@ def _cast(program: core.ClosedJaxpr, places: Sequence[int]) -> Any:
 
 @jax.named_scope(SYNC_SCOPE)
 def _all_gather(shards: list[Shard], ranks: Ranks, local: list[jax.Array]) -> list[jax.Array]:
-    cuts = dict(enumerate(shard.cut for shard in shards))
+    cuts = dict(enumerate(shard.leaf.cut for shard in shards))
     rows = all_gather(pack_row(local, cuts).astype(shards[0].dtype), ranks.shard_axis, as_bits=True)
     return [*unpack_rows(rows, cuts).values()]
 
 
 @jax.named_scope(SYNC_SCOPE)
 def _reduce_scatter(shards: list[Shard], ranks: Ranks, grads: list[jax.Array]) -> list[jax.Array]:
-    cuts = dict(enumerate(shard.cut for shard in shards))
+    cuts = dict(enumerate(shard.leaf.cut for shard in shards))
     rows = pack_rows([grad.astype(one.grad_dtype) for one, grad in zip(shards, grads, strict=True)], cuts)
     parts = unpack_row(scatter_sum(rows, ranks.shard_axis, ranks.replica_axes), cuts)
     return [parts[place].astype(one.leaf.dtype) for place, one in enumerate(shards)]
@@ -209,10 +193,8 @@ def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: l
 
 
 def after_loop(order: Order, carry: list[Any]) -> list[Any]:
-    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered.
-
-    XLA would scatter them after the loop, in which units scatter as well, and not beside that unit.
-    """
+    """What a loop over units hands on, whose backward begins once the gradients of the unit after it are scattered."""
+    # XLA would scatter them after the loop, in which units scatter as well, and not beside that unit.
     carry, order.of_loop = _on_floats(_release, carry, jnp.zeros(()))
     return carry
 

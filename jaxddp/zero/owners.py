@@ -1,8 +1,7 @@
 """Whole parameters under ZeRO: each belongs to one rank, so that any optimizer that updates them one by one can run.
 
-``shard="leaves"`` communicates as without it, in shards of every parameter. In between, an all-to-all collects the
-shards of each gradient on the rank that owns its parameter, and another one returns the shards of the updated
-parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what is sent stays balanced.
+``shard="leaves"`` reduces and gathers shards of every parameter, as without it. In between, all-to-alls collect whole
+gradients on the ranks that own their parameters, and return updated parameters:
 
     =============== ============================= =================================================
     tensor          on each rank                  bytes on each rank
@@ -22,15 +21,12 @@ parameter. So the update sees whole parameters (Muon, Adafactor, LAMB), and what
     calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``; each sends about 1/N of Psi
 
 The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
-part of the trace that rank r's parameters need. An update that depends on another parameter is refused, and a loop over
-several parameters, which is one operation. Every rank keeps what depends on no gradient and no parameter, like counts.
-
-References:
-    Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054 (section 5.1).
+part of the trace that rank r's parameters need.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,9 +39,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ..communication import gloo
 from ..communication.buckets import assign_owners
-from ..communication.collectives import is_silent, kind_of, traced_platform
+from ..communication.collectives import all_to_all, is_silent
 from ..communication.sharding import Cut, cut, unpack_row, unpack_rows
 from ..communication.traces import TRANSPARENT, interpret
 from ..layout import Leaf, cut_leaves, whole
@@ -78,29 +73,22 @@ def layout_by_owners(
 
 
 class LeafOwners:
-    """An optimizer whose state is shared out by whole parameters.
-
-    Attributes:
-        num_ranks: N.
-        owners: The rank of each parameter, by name.
-        slots: The optimizer's state of full parameters, as ``jax.ShapeDtypeStruct``.
-        param_of: The parameter whose owner has it, of each leaf of the state by name; None if all ranks have it.
-        widths: Elements of the fullest rank's state, by dtype.
-        uses_grads: Whether anything depends on gradients; those of ``optax.set_to_zero`` are not sent to owners.
-        swapped: Elements and dtype of the buffer of each all-to-all of one kind, ``[N, w]`` for a dtype of parameters.
-    """
+    """An optimizer whose state is shared out by whole parameters."""
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
         """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
-        Refuses an optimizer if an update or a leaf of its state depends on several parameters.
+        Refuses an optimizer if an update or a leaf of its state depends on several parameters, also by a loop over
+        several, which is one operation.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
-        self.slots = jax.eval_shape(optimizer.init, self._params)
+        self.slots = jax.eval_shape(optimizer.init, self._params)  # the state of full parameters
         leaves, slots = named_leaves(self._params), named_leaves(self.slots)
         self._init, program = jax.make_jaxpr(optimizer.init)(self._params), self._update(jnp.float32)
+        # By name of a leaf of the state: the parameter whose owner has it; None if all ranks have it, like a count.
         self.param_of = self._params_of_state(program)
+        # Gradients that nothing depends on, as in ``optax.set_to_zero``, are not sent to owners.
         _, is_used = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.out_avals))
         self.uses_grads = any(is_used[: len(leaves)])
 
@@ -115,7 +103,8 @@ class LeafOwners:
         owned = {name: slots[name] for name, owner in self._state_owners.items() if owner is not None}
         self._states = _Packing(owned, self._state_owners, num_ranks, num_parts=1)
         self._leaves = _Packing(leaves, self.owners, num_ranks, num_parts=num_ranks)
-        self.widths = self._states.widths
+        self.widths = self._states.widths  # elements of the fullest rank's state, by dtype
+        # Elements and dtype of the buffer of each all-to-all of one kind.
         self.swapped = [(num_ranks * width, dtype) for dtype, width in self._leaves.widths.items()]
 
     def init(self, axis: str, params: Any) -> OwnedState:
@@ -123,9 +112,7 @@ class LeafOwners:
         rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params)))
 
         def state_of(owner: int | None, full: _Arrays) -> _Arrays:
-            is_wanted = [one == owner for one in self._state_owners.values()]
-            found = _compute(self._init, [*map(full.get, self.owners)], is_wanted)
-            return dict(zip(self.param_of, found, strict=True))
+            return self._compute(self._init, [*map(full.get, self.owners)], owner, self._state_owners)[0]
 
         owned = self._switch(axis, lambda owner: self._flat(owner, state_of(owner, self._leaves.unpack(owner, rows))))
         return OwnedState(self.shared(state_of(None, {})), owned)
@@ -143,9 +130,7 @@ class LeafOwners:
 
         def compute(owner: int | None, grads: _Arrays, states: _Arrays, params: _Arrays) -> list[_Arrays]:
             given = [*map(grads.get, self.owners), *states.values(), *map(params.get, self.owners), value]
-            kinds = self.owners, self._state_owners
-            found = iter(_compute(program, given, [one == owner for kind in kinds for one in kind.values()]))
-            return [{name: next(found) for name in kind} for kind in kinds]
+            return self._compute(program, given, owner, self.owners, self._state_owners)
 
         def of_owner(owner: int) -> tuple[_Arrays, _Arrays]:
             held = self._leaves.unpack(owner, param_rows) if full is None else named_leaves(full)
@@ -226,6 +211,21 @@ class LeafOwners:
         """What this rank computes of what it owns."""
         return lax.switch(lax.axis_index(axis), [partial(of_owner, owner) for owner in range(self.num_ranks)])
 
+    def _compute(
+        self, program: core.ClosedJaxpr, given: Sequence[Any], owner: int | None, *kinds: Mapping[str, Any]
+    ) -> list[_Arrays]:
+        """Outputs that an owner has, by the part of a program that they need, by kind and name; None for the others."""
+        is_wanted = [one == owner for kind in kinds for one in kind.values()]
+        jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, is_wanted)
+        # An operation of several parameters that are used apart is kept whole: zeros for the others.
+        args = [
+            jnp.zeros(aval.shape, aval.dtype) if array is None else jnp.asarray(array, aval.dtype)
+            for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
+            if used
+        ]
+        found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))(*args))
+        return [{name: next(found) if one == owner else None for name, one in kind.items()} for kind in kinds]
+
     def _flat(self, owner: int, states: _Arrays) -> _Arrays:
         return {dtype: row.reshape(-1) for dtype, row in self._states.pack(owner, states).items()}
 
@@ -233,7 +233,7 @@ class LeafOwners:
         if self.num_ranks == 1 or is_silent():
             return rows
         with jax.named_scope(SYNC_SCOPE):
-            return {dtype: _all_to_all(row, axis) for dtype, row in rows.items()}
+            return {dtype: all_to_all(row, axis, as_bits=True) for dtype, row in rows.items()}
 
 
 class _Packing:
@@ -252,55 +252,34 @@ class _Packing:
 
     def pack(self, owner: int, full: _Arrays) -> _Arrays:
         """Packs an owner's arrays to ``[parts, width]``, padded with zeros."""
-
-        def rows(cuts: dict[str, Cut]) -> list[jax.Array]:
-            return [one.to_rows(full[name]) for name, one in cuts.items()]
-
-        return {dtype: self._joined(dtype, rows(cuts[owner]), self.num_parts) for dtype, cuts in self.cuts.items()}
+        found = {}
+        for dtype, cuts in self.cuts.items():
+            rows = [one.to_rows(full[name]) for name, one in cuts[owner].items()]
+            found[dtype] = self._joined(dtype, rows, self.num_parts)
+        return found
 
     def unpack(self, owner: int, rows: _Arrays) -> _Arrays:
         """Undoes ``pack``."""
-        found: _Arrays = {}
-        for dtype, cuts in self.cuts.items():
-            found |= unpack_rows(rows[dtype], cuts[owner])
-        return found
+        found = [unpack_rows(rows[dtype], cuts[owner]) for dtype, cuts in self.cuts.items()]
+        return dict(ChainMap(*found))
 
     def pack_shards(self, shards: _Arrays) -> _Arrays:
         """Packs a rank's shards of all arrays: row o of ``[N, width]`` holds those of what owner o has."""
-
-        def row(cuts: dict[str, Cut]) -> list[jax.Array]:
-            return [shards[name].reshape(1, -1) for name in cuts]
-
-        return {
-            dtype: jnp.concatenate([self._joined(dtype, row(cuts), 1) for cuts in of_owners])
-            for dtype, of_owners in self.cuts.items()
-        }
+        found = {}
+        for dtype, of_owners in self.cuts.items():
+            rows = [[shards[name].reshape(1, -1) for name in cuts] for cuts in of_owners]
+            found[dtype] = jnp.concatenate([self._joined(dtype, row, 1) for row in rows])
+        return found
 
     def unpack_shards(self, rows: _Arrays) -> _Arrays:
         """Undoes ``pack_shards``."""
-        found: _Arrays = {}
-        for dtype, of_owners in self.cuts.items():
-            for cuts, row in zip(of_owners, rows[dtype], strict=True):
-                found |= unpack_row(row, cuts)
-        return found
+        pairs = [pair for dtype, of_owners in self.cuts.items() for pair in zip(rows[dtype], of_owners, strict=True)]
+        return dict(ChainMap(*(unpack_row(row, cuts) for row, cuts in pairs)))
 
     def _joined(self, dtype: str, rows: list[jax.Array], num_rows: int) -> jax.Array:
         numpy = np if all(isinstance(row, np.ndarray) for row in rows) else jnp
         padding = self.widths[dtype] - sum(row.shape[1] for row in rows)
         return numpy.concatenate([*rows, numpy.zeros((num_rows, padding), jnp.dtype(dtype))], axis=1)
-
-
-def _compute(program: core.ClosedJaxpr, given: Sequence[Any], is_wanted: Sequence[bool]) -> list[Any]:
-    """Computes some outputs of a program, by the part of it that they need; None in place of the others."""
-    jaxpr, is_used = partial_eval.dce_jaxpr(program.jaxpr, list(is_wanted))
-    # An operation of several parameters that are used apart is kept whole: zeros for the others.
-    args = [
-        jnp.zeros(aval.shape, aval.dtype) if array is None else jnp.asarray(array, aval.dtype)
-        for array, aval, used in zip(given, program.in_avals, is_used, strict=True)
-        if used
-    ]
-    found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, program.consts))(*args))
-    return [next(found) if wanted else None for wanted in is_wanted]
 
 
 def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
@@ -319,13 +298,3 @@ def _sources(program: core.ClosedJaxpr, inputs: Sequence[frozenset[str]]) -> lis
 
 def _forms(state: Any) -> Any:
     return jax.tree.structure(state), [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(state)]
-
-
-def _all_to_all(rows: jax.Array, axis: str) -> jax.Array:
-    """Sends row o of ``[N, w]`` to rank o; row r of the result is from rank r."""
-    if kind_of("all-to-all", rows.shape[0], traced_platform()) == "all-reduce":
-        return gloo.all_to_all(rows, axis)
-    bits = traced_platform() == "cpu" and rows.dtype == jnp.bfloat16
-    sent = lax.bitcast_convert_type(rows, jnp.uint16) if bits else rows
-    received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-    return lax.bitcast_convert_type(received, rows.dtype) if bits else received

@@ -1,9 +1,7 @@
 """ZeRO stage 3 (fully sharded data parallelism): parameters are sharded as well.
 
-A sharded parameter is full only while it is used. A unit, which is a function under ``jaxddp.layer`` (a layer, the
-embedding, the head), gathers its parameters when it runs, drops them, and gathers them again in the backward. Its
-gradients are reduce-scattered, which is the transpose of the gather. A rank holds 1/N of everything, up to three
-units (``gather.py``), and the small parameters, which stay replicated.
+A unit, which is a function under ``jaxddp.layer`` (a layer, the embedding, the head), gathers its parameters when it
+runs, drops them, and gathers them again in the backward; the transpose of a gather is a reduce-scatter.
 
     ===================== ============= =====================================
     tensor                on each rank  bytes on each rank, AdamW, fp32
@@ -23,17 +21,12 @@ units (``gather.py``), and the small parameters, which stay replicated.
                                less one for each unit whose backward needs no parameters, such as an embedding
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
-The loss is traced once, on full parameters, and every unit is one operation of the trace. Run on shards, units gather
-theirs, loops over a stack take rows of its shards, and everything else is what it was in the trace.
-Parameters that anything else uses are gathered before the forward and held to the end of the backward: a model without
-units has sharded state, and no guarantee about temporary memory.
-
-A unit is under ``jax.checkpoint`` (``computed_again``): saved are results of matrix products, or what a checkpoint of
-the user's in it saves. The last unit of a loss, or of a checkpoint around it, keeps what it gathered, since the
-backward begins there.
+The loss is traced on full parameters, and every unit is one operation of the trace. Run on shards, units gather theirs,
+loops over a stack take rows of its shards, and parameters that anything else uses are gathered before the forward.
+A unit saves results of matrix products, or what a checkpoint of the user's in it saves. The last unit of a loss, or of
+a checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
-    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
 """
 
@@ -59,7 +52,7 @@ from ..layout import Leaf, cut_leaf
 from ..strategy import Layout, Ranks, Strategy, register
 from ..tree import named_leaves, split
 from .elementwise import shard_state
-from .gather import Order, Shard, after_loop, computed_again, gather_for, in_order, put, stacked_dims
+from .gather import Order, Shard, after_loop, computed_again, gather, in_order, put, stacked_dims
 
 _is_marking: ContextVar[bool] = ContextVar("jaxddp_is_marking", default=False)
 
@@ -125,7 +118,7 @@ def loss_on_shards(loss: Callable[..., Any], layout: Layout) -> Callable[..., An
         ] + jax.tree.leaves(inputs)
         stacked = [stacked_dims(one.leaf) if isinstance(one, Shard) else None for one in values]
         if early := sorted(_used_outside(program, stacked)):
-            values = put(values, early, gather_for(program, early, [values[at] for at in early], ranks)[0])
+            values = put(values, early, gather(program, early, [values[at] for at in early], ranks)[0])
         if early and ranks.num_ranks > 1 and not any(isinstance(one, Shard) for one in values):
             warnings.warn(
                 "zero3 gathers all parameters before the forward: mark the layers of the model with jaxddp.layer",
@@ -230,8 +223,8 @@ def _run_units(
     """Runs a marked program, some of whose inputs are a ``Shard`` that only units use.
 
     ``is_end``: whether the backward begins with it. ``in_loop``: whether forward and backward are loops, between which
-    XLA finds no equal operations; else barriers keep it from using what the forward has gathered, which in a loop would
-    tie each gather to the round before. ``order``: of the units before it whose values can be used here.
+    XLA finds no equal operations; else barriers keep it from using what the forward has gathered. ``order``: of the
+    units before it whose values can be used here.
     """
     order = Order() if order is None else order
     last = next((equation for equation in reversed(program.jaxpr.eqns) if any(map(_is_unit, nested(equation)))), None)
@@ -242,10 +235,8 @@ def _run_units(
             return bind(program.jaxpr, equation, inputs)
         name, params, inner = equation.primitive.name, equation.params, called_program(equation)
         keeps, is_unit = is_end and equation is last, _is_unit(equation)
-        if name == "scan" and params["length"] <= params["unroll"]:
-            return _run_rounds(equation, inputs, partial(_run_units, ranks=ranks, in_loop=in_loop, order=order), keeps)
         if name == "scan":
-            return _run_scan(equation, inputs, ranks, order)
+            return _run_scan(equation, inputs, ranks, order, is_end=keeps, in_loop=in_loop)
         if name in CALLS and not is_unit:
             return _run_units(inner, inputs, ranks, is_end=keeps, in_loop=in_loop, order=order)
         shards = [inputs[place] for place in places]
@@ -258,7 +249,7 @@ def _run_units(
             arrays = values[len(shards) :]
             if not is_unit:
                 return _run_units(inner, put(put(inputs, places, own), others, arrays), ranks, is_end=True)
-            own, waited = gather_for(inner, places, own, ranks, [] if follows_loop else arrays)
+            own, waited = gather(inner, places, own, ranks, [] if follows_loop else arrays)
             arrays = arrays if follows_loop else waited
             return core.jaxpr_as_fun(inner)(*put(put(inputs, places, own), others, arrays))
 
@@ -275,31 +266,35 @@ def _run_units(
 
 
 def _policy(unit: core.ClosedJaxpr) -> Callable[..., Any] | None:
-    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products.
-
-    The checkpoint around a unit would otherwise keep products inside of the user's, whose policy it does not ask.
-    """
+    """What a unit keeps for the backward: what a checkpoint in it says, else the results of its products."""
+    # The checkpoint around a unit does not ask the policy of the user's.
     given = (one.params["policy"] for one in unit.jaxpr.eqns if one.primitive.name == CHECKPOINT)
     return next(given, jax.checkpoint_policies.dots_saveable)
 
 
-def _run_rounds(equation: Any, inputs: list[Any], run: Callable[..., list[Any]], is_end: bool) -> list[Any]:
-    """Runs a loop over rows of shards of which XLA makes none, as if its rounds were written out."""
-    program, consts, carry, stacks = _parts(equation, inputs)
-    numbers = [*range(equation.params["length"])][:: -1 if equation.params["reverse"] else 1]
-    results: dict[int, list[Any]] = {}
-    for number in numbers:
-        rows = _rows(stacks, [local[number] for local in _local(stacks)])
-        found = run(program, [*consts, *carry, *rows], is_end=is_end and number == numbers[-1])
-        carry, results[number] = found[: len(carry)], found[len(carry) :]
-    return [*carry, *map(jnp.stack, zip(*(results[number] for number in sorted(results)), strict=True))]
+def _run_scan(
+    equation: Any, inputs: list[Any], ranks: Ranks, order: Order, *, is_end: bool, in_loop: bool
+) -> list[Any]:
+    """Runs a loop over rows of shards; if XLA makes none of it, as if its rounds were written out."""
+    params, program, (num_consts, num_carry) = equation.params, called_program(equation), num_consts_and_carry(equation)
+    consts, carry, stacks = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+    is_shard = [isinstance(stack, Shard) for stack in stacks]
+    local = [stack.local if cut else stack for stack, cut in zip(stacks, is_shard, strict=True)]
 
+    def run_round(carry: list[Any], local: Sequence[jax.Array], **options: Any) -> tuple[list[Any], list[Any]]:
+        rows = [stack.row(row) if cut else row for stack, row, cut in zip(stacks, local, is_shard, strict=True)]
+        results = _run_units(program, [*consts, *carry, *rows], ranks, **options)
+        return results[:num_carry], results[num_carry:]
 
-def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks, order: Order) -> list[Any]:
-    """Runs a loop over rows of shards."""
-    program, consts, init, stacks = _parts(equation, inputs)
-    params, local = equation.params, _local(stacks)
-    places = [place for place, stack in enumerate(stacks) if isinstance(stack, Shard)]
+    if params["length"] <= params["unroll"]:
+        numbers = [*range(params["length"])][:: -1 if params["reverse"] else 1]
+        rounds: dict[int, list[Any]] = {}
+        for number in numbers:
+            rows, is_last = [array[number] for array in local], is_end and number == numbers[-1]
+            carry, rounds[number] = run_round(carry, rows, is_end=is_last, in_loop=in_loop, order=order)
+        return [*carry, *map(jnp.stack, zip(*(rounds[number] for number in sorted(rounds)), strict=True))]
+
+    places = [place for place, cut in enumerate(is_shard) if cut]
     held = [local[place] for place in places]
     row = None
     # Along other axes, gradients of one row would have to lie alike.
@@ -311,31 +306,13 @@ def _run_scan(equation: Any, inputs: list[Any], ranks: Ranks, order: Order) -> l
         local, row = given
         if row is not None:
             local = put(local, places, _gradients_to_row([local[place] for place in places], row))
-        rows = _rows(stacks, local)
-        results = _run_units(program, [*consts, *carry, *rows], ranks, is_end=False, in_loop=True)
-        return results[: len(carry)], results[len(carry) :]
+        return run_round(carry, local, is_end=False, in_loop=True)
 
     # Rounds that are left over would be no loop.
     unroll = max(n for n in range(1, params["unroll"] + 1) if params["length"] % n == 0)
-    carry, results = lax.scan(body, init, (local, row), params["length"], params["reverse"], unroll)
+    carry, results = lax.scan(body, carry, (local, row), params["length"], params["reverse"], unroll)
     # Gradients of the stacked results may be known to be zeros, and behind a barrier no longer are.
     return [*after_loop(order, carry), *results]
-
-
-def _parts(scan: Any, inputs: list[Any]) -> tuple[core.ClosedJaxpr, list[Any], list[Any], list[Any]]:
-    """The program of a scan's round, and the scan's constants, carries, and what it takes rows of."""
-    num_consts, num_carry = num_consts_and_carry(scan)
-    return called_program(scan), inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-
-
-def _local(stacks: list[Any]) -> list[jax.Array]:
-    return [stack.local if isinstance(stack, Shard) else stack for stack in stacks]
-
-
-def _rows(stacks: list[Any], rows: list[jax.Array]) -> list[Any]:
-    """What a round takes, given the rows of what this rank has."""
-    pairs = zip(stacks, rows, strict=True)
-    return [stack.row(row) if isinstance(stack, Shard) else row for stack, row in pairs]
 
 
 # The gradients of a round's shards are one row of one stack, zeros before the backward: then XLA scatters them while

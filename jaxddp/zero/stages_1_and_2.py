@@ -1,8 +1,5 @@
 """ZeRO stages 1 and 2: the optimizer's state is sharded, and with stage 2 the gradients that outlive a backward.
 
-The all-reduce of the gradients becomes a reduce-scatter before the update and an all-gather of the parameters after it:
-the same bytes, with the optimizer's state and work divided by the number of ranks N.
-
     ================ ============================== ==============================
     tensor           on each rank                   bytes on each rank, AdamW, fp32
     ================ ============================== ==============================
@@ -20,9 +17,6 @@ Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stag
 micro-batch and adds up shards: 4 Psi / N and the two buckets in flight, for A reduce-scatters.
 
     calls per step: two per bucket, stage 2: A + 1        bytes sent per rank: 2 or A + 1 times (N-1)/N parameter bytes
-
-With ``Trainer(compute_dtype=...)``, parameters are in that dtype (2 Psi in bfloat16) and so is the all-gather; their
-masters are optimizer state of rank r alone (4 Psi / N).
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
