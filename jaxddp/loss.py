@@ -24,9 +24,8 @@ class Weighted(NamedTuple):
 
     Attributes:
         total: Sum over the examples at hand, a scalar; for ``eval_fn`` ``[examples]``.
-        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters, which
-            the sum of totals would lack: wrap what has one in ``jax.lax.stop_gradient``. A negative or infinite weight
-            makes loss and gradients of all ranks NaN.
+        weight: Its weight, of the same shape; 0 if nothing counts. It must have no derivative in the parameters: wrap
+            what has one in ``jax.lax.stop_gradient``. A negative or infinite one makes loss and gradients NaN.
     """
 
     total: jax.Array

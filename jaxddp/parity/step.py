@@ -54,11 +54,10 @@ def check_step(
         make_step: Mesh of one axis to a step, with jit, shard_map or pmap inside: ``(state, batch)`` to any tree of
             arrays, such as the next state and metrics.
         state: A tree of arrays and PRNG keys; kept. Each rank is given all of it, uncommitted.
-        batch: Of all ranks; a tree of arrays whose dimension 0 counts examples.
-        num_ranks: Ranks to compare with one; there must be as many devices (``jaxddp.simulate_devices``).
+        batch: Of all ranks; a tree of arrays ``[examples, ...]``.
+        num_ranks: Ranks to compare with one, each with a device (``jaxddp.simulate_devices``).
         axis: Name of the mesh axis.
-        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest. Float64 needs
-            more than 1e-9 only where gradients nearly vanish before a division, or the step computes in less.
+        atol: Largest difference of any element, of leaves with elements above 1 relative to the largest.
         dtype: To which floats of state and batch are cast; theirs if None.
 
     Raises a StepParityError if anything differs, with the likely cause of each, and a ValueError if the step changes no

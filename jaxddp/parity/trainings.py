@@ -77,14 +77,13 @@ def check(
     """Trains under each strategy and on one device, and compares everything after every step.
 
     Args:
-        loss_fn: As of ``Trainer``, without a key, of which ranks draw other numbers; aux of the whole batch must be
-            that of its parts together.
+        loss_fn: As of ``Trainer``, without a key; aux of a batch must be that of its parts together.
         optimizer: Any optax transformation.
         params: A tree of arrays.
         batches: Global batches, one for each step, at least two; trees of arrays.
         strategies: Strategies, or names: of these, parameters fill several buckets, and some are sharded. ``"all"``
             takes every one, and records those that refuse the optimizer.
-        num_ranks: Of which every strategy is tried; there must be as many devices (``simulate_devices``).
+        num_ranks: Of which every strategy is tried, each with a device (``simulate_devices``).
         atol: Largest difference of any element, of leaves with elements above 1 relative to the largest.
         dtype: To which floats are cast, complex ones alike; theirs if None.
         num_microbatches: As of ``Trainer``, as are the next two. One device takes each batch whole.
@@ -94,9 +93,8 @@ def check(
         torch: A module, its loss ``(module, batch)``, and a function of parameters to its optimizer, such as
             ``partial(torch.optim.AdamW, lr=1e-3)``; trained on one process from the same weights.
 
-    Raises:
-        ParityError: If one parts; it shows the first step and leaf of each.
-        ValueError: If a batch cannot be split over the ranks, nothing moves, or a named strategy refuses.
+    Raises a ParityError, with the first step and leaf of each training that parts; a ValueError if a batch cannot be
+    split over the ranks, nothing moves, or a named strategy refuses.
     """
     options = {"num_microbatches": num_microbatches, "max_grad_norm": max_grad_norm, "trainable": trainable}
     with wide_enough(dtype), no_mesh():

@@ -28,24 +28,21 @@ def start_process(
 ) -> Job | None:
     """Joins this process to its job and starts JAX; call it before anything else uses JAX.
 
-    Without arguments the job is that of the launcher: torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods,
-    GKE); outside any job this is one process. A process alone on its host uses all of the host's GPUs, else the one of
-    its local rank. When another is killed, fails or no longer answers, this one prints a line and ends with status 5.
-    Gives the job; None outside any, and where JAX found it.
+    Without arguments the job is that of torchrun, SLURM, Open MPI, or what JAX finds by itself (TPU pods, GKE), else
+    one process. A process alone on its host uses all of its GPUs, else that of its local rank. When another is lost,
+    this one prints a line and ends with status 5. Gives the job; None outside any, and where JAX found it.
 
     Args:
         coordinator_address: ``host:port`` of process 0, for a job described by hand.
         num_processes: Number of processes of the job.
         process_id: This process's number, from 0.
         timeout_s: Seconds to wait for the other processes; half of ``stuck_s``, 60 to 300, if None.
-        stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun,
-            as while one alone evaluates or saves; that of ``launch --stuck-s``, else 600, if None.
-        preemption_service: Whether JAX takes SIGTERM, and ``multihost_utils.reached_preemption_sync_point`` tells after
-            which step all processes end.
+        stuck_s: Seconds that a process may be silent, or the others wait in a ``Trainer.step`` that it has not begun;
+            that of ``launch --stuck-s``, else 600, if None.
+        preemption_service: Whether JAX takes SIGTERM, for ``multihost_utils.reached_preemption_sync_point``.
 
-    Raises:
-        ValueError: If the job contradicts itself, JAX has started, or other processes do not come in time.
-        OSError: If the coordinator's port is taken.
+    Raises a ValueError if the job contradicts itself, JAX has started, or other processes do not come in time; an
+    OSError if the coordinator's port is taken.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)

@@ -1,8 +1,7 @@
 """Processes agree on what they train and on their batches, through the key-value store of ``jax.distributed``.
 
 Programs that differ would wait for each other in their collectives. So the model is compared when a state is made, the
-batch and its plan before a step is compiled for new shapes. Where the shapes of one process alone are new, the others
-do not come: it raises, and the watchdog ends them with its reason.
+batch and its plan before a step is compiled for new shapes; a process whose shapes alone are new raises.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Keeps freed memory in the process, which makes XLA's programs on CPUs a fifth faster (``docs/cpu-speed.md``).
-
-XLA:CPU allocates one block for a program's temporaries at every call, which glibc maps and unmaps: every step touches
-tens of thousands of new pages.
-"""
+"""Keeps freed memory in the process, which makes XLA's programs on CPUs a fifth faster (``docs/cpu-speed.md``)."""
 
 import ctypes
 import platform
@@ -21,8 +17,8 @@ ENVIRONMENT = {name: str(value) for name, (_, value) in _SETTINGS.items()}
 def keep_freed_memory() -> bool:
     """Makes glibc reuse freed memory instead of returning it to the system; call it before JAX starts.
 
-    It has little effect once another library has started threads, as importing torch does: start the process with
-    ``ENVIRONMENT`` instead. Gives whether it was set: not where the C library is not glibc.
+    Once another library has started threads, as torch does, set ``ENVIRONMENT`` for a new process instead. Gives
+    whether it was set: only where the C library is glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -64,10 +64,7 @@ class Corpus:
         return self._examples(np.array([_permutation(self.num_windows, seed, epoch)[at] for epoch, at in pairs]))
 
     def validation_batches(self, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
-        """Gives the held-out windows, each once and always in the same order, in whole batches like those of ``batch``.
-
-        Each batch takes windows from all over the held-out part, so the first ``max_batches`` represent all of it.
-        """
+        """Gives the held-out windows once, in whole batches, each of windows from all over the held-out part."""
         num_batches = self.num_validation_windows // batch_size
         first_windows = range(self.num_windows, self.num_windows + num_batches)[:max_batches]
         return (self._examples(first + np.arange(batch_size) * num_batches) for first in first_windows)

@@ -25,10 +25,7 @@ Watched = Callable[[], AbstractContextManager[Any]]  # entered while all process
 
 
 def evaluate_batches(run: Callable[..., Any], batches: Any, by_rank: NamedSharding, watched: Watched) -> dict[str, Any]:
-    """Evaluates a batch, or an iterable of them.
-
-    ``run`` takes ``(batch, is_real)`` of this process's ranks to the parts of all ranks and ``is_real`` of all.
-    """
+    """Evaluates batches by ``run``: ``(batch, is_real)`` of this process's ranks to parts and ``is_real`` of all."""
     found: list[Any] = []
     running: list[Any] = []  # the last batch
     for inputs in _padded(batches, by_rank, watched):

@@ -33,9 +33,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Gives the loss and its gradient, averaged over the ranks of an axis.
 
-    Call the function inside ``jax.shard_map``, with ``check_vma`` or without, and compile with ``jaxddp.jit``: XLA
-    merges the collectives otherwise. Over other axes of the mesh nothing is summed but what autodiff sums. A gradient
-    that is zero whatever the batch is, as of an unused parameter, is not sent. ``docs/training.md`` has an example.
+    Call the function inside ``jax.shard_map``, and compile with ``jaxddp.jit``: XLA merges the collectives otherwise.
+    Over other axes of the mesh nothing is summed but what autodiff sums. ``docs/training.md`` has an example.
 
     ======== ============================= ========================================
     tensor   on each rank of the axis      returned, equal on all ranks of the axis
@@ -51,12 +50,9 @@ def value_and_grad(
         axis: Name of the mesh axis.
         has_aux: Whether the loss function returns auxiliary values, of the kinds that ``Trainer`` takes.
 
-    Returns:
-        ``(params, batch, ...) -> (loss, gradients)``, with ``has_aux`` ``((loss, aux), gradients)``.
-
-    Raises:
-        ValueError: If the strategy shards; where the function is called, if the loss is not a scalar, or the results
-            are differentiated again without ``check_vma``.
+    Gives ``(params, batch, ...) -> (loss, gradients)``, with ``has_aux`` ``((loss, aux), gradients)``. Raises a
+    ValueError if the strategy shards; where the function is called, if the loss is not a scalar, or the results are
+    differentiated again without ``check_vma``.
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     check_kind("axis", axis, str, "the name of a mesh axis")
@@ -108,8 +104,7 @@ def sync_gradients(
 ) -> Any:
     """Sums a tree of gradients over the ranks of an axis as planned, and divides once; gives a tree like it.
 
-    For use inside ``jax.shard_map`` or ``jax.pmap``. Compile the caller with ``jaxddp.jit``, or XLA merges the
-    collectives into one.
+    For use inside ``jax.shard_map`` or ``jax.pmap``, compiled with ``jaxddp.jit``, or XLA merges the collectives.
 
     Args:
         grads: A tree of gradients of the rank's own loss.
@@ -118,8 +113,7 @@ def sync_gradients(
         denominator: What the sum is divided by: the number of ranks when None, which gives the mean.
         hook: How a bucket is summed, as ``bucketed`` takes it.
 
-    Raises:
-        ValueError: If plan and gradients differ in shapes.
+    Raises a ValueError if plan and gradients differ in shapes.
     """
     num_ranks, ready = lax.axis_size(axis), named_leaves(grads)
     check_grads(ready, plan, axis)
@@ -165,7 +159,7 @@ def shard_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each rank keeps and updates 1/N of its state: ZeRO stage 1 in an optax transformation.
 
-    A reduce-scatter, the wrapped optimizer on this rank's shards, an all-gather. ``docs/zero.md`` has an example.
+    ``docs/zero.md`` has an example.
 
     ============ ========================= ===========================
     tensor       ``update`` takes          ``update`` returns
@@ -182,8 +176,7 @@ def shard_optimizer(
         optimizer: Element-wise; ``init`` raises a ValueError if it is not.
         axis: Name of the mesh axis.
         bucket_mb: Cap of the buckets, which hold gradients in the reverse order of the tree; see ``plan_buckets``.
-        max_grad_norm: Clips the norm of the averaged gradient to this value; where parameters are split over other axes
-            as well, that of each part by itself.
+        max_grad_norm: Of the averaged gradient; where other axes split parameters, of each part by itself.
     """
     check_optimizer(optimizer)
     check_kind("axis", axis, str, "the name of a mesh axis")

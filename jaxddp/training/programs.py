@@ -1,7 +1,4 @@
-"""The programs of one model under one trainer: traced, planned, and compiled once for each shape of state and batch.
-
-A rank's step becomes a program over a mesh by ``shard_map``.
-"""
+"""The programs of one model under one trainer: traced, planned, and compiled once for each shape of state and batch."""
 
 import math
 from collections.abc import Callable

@@ -28,10 +28,9 @@ from .validation import with_arrays
 
 
 def check_replicas(trainer: Trainer, state: TrainState) -> None:
-    """Checks that ranks hold the same, bit for bit, of what each of them has in full.
+    """Checks that leaves which ranks have in full are the same, bit for bit; shards, as zero1's moments, have no copy.
 
-    That is all of the state under the strategies without shards; the parameters under zero1 and zero2; small parameters
-    under zero3; counters, keys and the model state under all. Raises a ReplicaError that names the leaf and the ranks.
+    Raises a ReplicaError that names the leaf and the ranks.
     """
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's

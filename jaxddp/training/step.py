@@ -75,10 +75,7 @@ class Run(NamedTuple):
 def local_gradients(
     run: Run, trainable: Any, frozen: Any, model_state: Any, batch: Any, key: Any
 ) -> tuple[dict[str, jax.Array], tuple[Parts, Any]]:
-    """This rank's gradients by name, its metrics and its model state.
-
-    Gradients of parameters that are held as shards are shards, summed over ranks by the transpose of the gather.
-    """
+    """This rank's gradients by name, its metrics and its model state; of held shards, the sums over ranks."""
     with jax.named_scope(LOSS_SCOPE):
         compute = jax.grad(lambda ours: run.loss(merge(ours, frozen), model_state, batch, key), has_aux=True)
         grads, (parts, new_state) = compute(trainable)
@@ -91,10 +88,7 @@ def local_gradients(
 def train_step(
     run: Run, backward: GradientTrace, plan: BucketPlan, state: TrainState, batch: Any
 ) -> tuple[TrainState, dict[str, Any], Any]:
-    """Takes one step of this rank's state and examples, inside ``shard_map`` with ``check_vma`` off.
-
-    ``backward`` is that of a micro-batch. Returns the next state, the metrics, and the weight of all examples or None.
-    """
+    """Gives this rank's next state, the metrics, and the weight of all examples or None; ``check_vma`` must be off."""
     ranks, strategy, layout = run.layout.ranks, run.strategy, run.layout
     # Dropout must differ between ranks and steps, and repeat with the seed.
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), lax.axis_index(ranks.axis))
@@ -150,10 +144,7 @@ def train_step(
 def auto_step(
     loss_fn: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-    """The baseline of all strategies: a step to be jitted with a replicated state and a batch sharded by rank.
-
-    XLA's partitioner adds the reductions, merges and schedules them. The metrics are those of ``train_step``.
-    """
+    """The baseline: a step to jit with a replicated state and a batch sharded by rank; XLA adds the reductions."""
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
@@ -267,10 +258,9 @@ def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
 def guarded_step(
     step: Callable[..., Any], nonfinite: str, state: TrainState, batch: Any
 ) -> tuple[TrainState, dict[str, Any]]:
-    """A step whose result is the state before it, bit for bit but for its number, where it must not move anything.
+    """A step that keeps the state, bit for bit but for its number, where the whole batch has no weight.
 
-    That is where the whole batch has no weight, since weight decay and momentum would move parameters, and with
-    ``"skip"`` where a number is not finite: all ranks have the same, and decide alike.
+    Weight decay and momentum would move parameters. With ``"skip"`` also where a number is not finite, on all ranks.
     """
     new, metrics, weight = step(state, batch)
     conditions = [] if weight is None else [weight != 0]

@@ -59,21 +59,18 @@ class Trainer:
         num_microbatches: Parts into which each rank's examples are split, in order; ZeRO-2 and 3 reduce those of each.
         trainable: Predicate on a parameter's dotted path. Other parameters get no gradient, no optimizer state and no
             communication.
-        has_aux: Whether ``loss_fn`` returns auxiliary values as well; they come back in ``metrics["aux"]``. Floating
-            scalars are averaged as the loss is, ``Weighted`` by its own weight, and values of examples are ``Mean``,
-            ``Sum`` or ``PerExample``; anything else is refused.
-        has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics. Each
-            micro-batch takes the state of the one before it.
-        state_sync: How ranks agree on its floating leaves at the end of a step: ``"mean"``, or those of rank 0,
-            ``"first"``, as DDP's buffers. Other leaves are rank 0's.
+        has_aux: Whether ``loss_fn`` returns auxiliary values for ``metrics["aux"]``: floating scalars, averaged as the
+            loss is, ``Weighted``, and values of examples as ``Mean``, ``Sum`` or ``PerExample``.
+        has_state: Whether the model has state beside the parameters, such as BatchNorm's running statistics; it goes
+            through the micro-batches.
+        state_sync: Its floating leaves after a step: the ranks' ``"mean"``, or those of rank 0, ``"first"``, as DDP's
+            buffers. Other leaves are rank 0's.
         max_grad_norm: Clips the global norm of the averaged gradient to this value.
-        compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and in which ZeRO gathers them. The
-            optimizer updates masters of the dtypes given to ``init``, which ZeRO shards and ``params`` and checkpoints
-            hold. Batch and model state are not cast. None: no masters.
+        compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and ZeRO gathers. The optimizer updates
+            masters of the dtypes given to ``init``, which ``params`` and checkpoints hold. None: no masters.
         grad_dtype: Dtype in which gradients are accumulated and summed over ranks; the master's if None.
-        nonfinite: ``"skip"``: in a step whose loss or norm of the averaged gradient is NaN or infinite, or after which
-            an element of the model state no longer is finite, parameters, optimizer and model state stay as they were,
-            bit for bit, and ``metrics["skipped"]`` is 1.
+        nonfinite: ``"skip"``: where the loss, the norm of the averaged gradient or the new model state is not finite,
+            the state stays as it was, bit for bit, and ``metrics["skipped"]`` is 1.
         axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
         param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
             of ``PartitionSpec`` like the parameters, or a prefix of it.
@@ -168,16 +165,10 @@ class Trainer:
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
         """Puts a copy of the parameters, or its shard of them, on every rank and makes the optimizer state there.
 
-        Of several processes, the arrays and the seed of process 0 count.
-
-        Args:
-            params: A tree of arrays, which stay the caller's.
-            model_state: A tree of arrays, with ``has_state`` and only then; every rank gets all of it.
-            seed: Of the keys that ``loss_fn`` gets.
-
-        Raises:
-            ValueError: If there are no arrays, a trainable one is not of a floating dtype, the optimizer is not
-                element-wise where its state is sharded, the mesh is a target's, or processes differ in what they train.
+        Of several processes, the arrays and the seed of process 0 count. ``model_state`` is a tree of arrays, with
+        ``has_state`` and only then; ``seed`` is of the keys that ``loss_fn`` gets. Raises a ValueError if there are no
+        arrays, a trainable one is not of a floating dtype, the optimizer is not element-wise where its state is
+        sharded, the mesh is a target's, or processes differ in what they train.
         """
         self._check_devices("init", "abstract_state")
         warn_if_alone()
@@ -217,13 +208,12 @@ class Trainer:
 
         Args:
             state: Donated: use the returned one from here on.
-            batch: A tree of arrays whose dimension 0 counts examples, the same number in all: those of all ranks,
-                or, where several processes train together, of this process's ranks. Tensors of PyTorch will do.
+            batch: A tree of arrays, or PyTorch's tensors, ``[examples, ...]``: the examples of all ranks, or, where
+                several processes train together, of this process's.
 
         Returns:
-            The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, of the
-            averaged gradient before clipping; ``"aux"`` with ``has_aux``; ``"skipped"``, 0 or 1, with
-            ``nonfinite="skip"``.
+            The next state, and metrics: ``"loss"``, the global mean before the update; ``"grad_norm"``, before
+            clipping; ``"aux"`` with ``has_aux``; ``"skipped"``, 0 or 1, with ``nonfinite="skip"``.
 
         Raises:
             ValueError: If the batch cannot be split over ranks and micro-batches, the loss is not a scalar, the mesh is
@@ -249,21 +239,20 @@ class Trainer:
 
         Args:
             state: Kept as it is.
-            batches: A batch as for ``step``. With ``eval_fn`` it may be of any length, a list of batches (of trees: a
-                list of arrays is one batch) or another iterable of them; each is padded to the length of the longest
-                before it. In a job each process gives its own examples, and may have fewer of them, or fewer batches.
+            batches: A batch as for ``step``. With ``eval_fn`` it may be of any length, or an iterable of batches (a
+                list of arrays is one batch). In a job each process gives its own examples, or batches, however many.
             eval_fn: ``(params, batch)``, or ``(params, model_state, batch)`` with ``has_state``, to a dict of
                 ``Mean``, ``Sum``, ``PerExample`` and ``Weighted``. It gets a part of the batch, and must measure each
                 example by itself. Give the same function each time: another one is compiled again.
 
         Returns:
-            Without ``eval_fn`` a scalar; with ``has_aux`` the scalar and the aux values, as in ``step``. With it a dict
-            on the host, over all examples of all batches and processes: means and sums in float64 or int64, and values
-            of single examples in the order of the batches and, within one, of the processes.
+            The loss; with ``has_aux`` the loss and the aux values. With ``eval_fn`` a dict on the host, over all
+            examples of all batches and processes: means and sums in float64 or int64, and values of single examples in
+            the order of the batches and, within one, of the processes.
 
         Raises:
-            ValueError: If the batch of a loss cannot be split over ranks, the mesh is a target's, there are no
-                examples, ``eval_fn`` returns anything else, or ``loss_fn`` needs a key, or takes none with a state.
+            ValueError: If a batch cannot be split over ranks, the mesh is a target's, there are no examples,
+                ``eval_fn`` returns anything else, or ``loss_fn`` needs a key, or takes none with a state.
         """
         self._check_devices("evaluate", "compile")
         measure = None if eval_fn is None else partial(measured, eval_fn, self.has_state)
@@ -289,10 +278,7 @@ class Trainer:
             return jax.block_until_ready(result) if model.platform == "cpu" else result
 
     def params(self, state: TrainState) -> Any:
-        """Gives a copy of the full parameters, or masters, on every device; in a job all processes call it.
-
-        ``checkpoint.host_state.host_params`` puts them on the host instead.
-        """
+        """Gives a copy of the full parameters, or masters, on every device; in a job all processes call it."""
         arrays, leaves = self.masters(state)
         return full_arrays(arrays, leaves, self.mesh)
 
@@ -367,11 +353,7 @@ class Trainer:
         return self.programs(state).plan(state, batch)
 
     def planned(self, state: TrainState, batch: Any) -> list[tuple[str, int]]:
-        """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters.
-
-        ``programs(state).planned_groups(state, batch)`` adds the devices that take part; ``planned_sync(state)`` there
-        lists those of the model state.
-        """
+        """Lists ``(kind, bytes)`` of the collectives that one step should have for gradients and parameters."""
         return [(one.kind, one.num_bytes) for one in self.programs(state).planned_along(state, batch)]
 
     def layout(self, state: TrainState) -> Layout:

@@ -35,10 +35,7 @@ _FILLS_GPU = 2**21  # elements: tiles of 128 x 128, one for each of an H100's mu
 
 
 def with_wide_products(grad_fn: Callable[..., tuple[Any, Any]], *args: Any) -> tuple[Any, Any]:
-    """Gives ``grad_fn(*args)``, gradients and something else; bfloat16 products write float32 gradients at once.
-
-    Products that anything else uses, and those in loops and other nested programs, stay as they are.
-    """
+    """Gives ``grad_fn(*args)``, gradients and something else; products that nothing else uses write float32 at once."""
     program, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     leaves = jax.tree.leaves(args)
     products = _wide_products(program.jaxpr, num_grads=len(jax.tree.leaves(out[0])))
@@ -57,10 +54,7 @@ def with_wide_products(grad_fn: Callable[..., tuple[Any, Any]], *args: Any) -> t
 
 
 def _wide_products(jaxpr: Any, num_grads: int) -> dict[Any, set[int]]:
-    """The products that are to write float32, by the variable of their result: which operands go behind a barrier.
-
-    The first ``num_grads`` outputs are the gradients.
-    """
+    """The products that are to write float32, by the variable of their result: which operands go behind a barrier."""
     made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     atoms = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
     uses = Counter(atom for atom in atoms if not isinstance(atom, core.Literal))

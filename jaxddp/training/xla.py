@@ -50,9 +50,8 @@ _AHEAD_IN_LOOPS_ON_TPUS = {
 def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | bool]:
     """Gives options that keep a strategy's plan, for ``jax.jit(f, compiler_options=...)`` or ``lowered.compile(...)``.
 
-    On CPUs and TPUs, and of strategies that all-reduce, the list of disabled passes replaces that of ``XLA_FLAGS``. The
-    platform is ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"tpu"``, as in ``mesh.devices.flat[0].platform``. Raises a
-    ValueError if it is another, or the strategy is none.
+    A list of disabled passes in them replaces that of ``XLA_FLAGS``. The platform is ``"cpu"``, ``"gpu"``, ``"cuda"``
+    or ``"tpu"``, as in ``mesh.devices.flat[0].platform``; a ValueError if it is another, or the strategy is none.
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     if platform == "cpu":
