@@ -21,7 +21,7 @@ import numpy as np
 from flax import linen, nnx
 
 from ..table import table
-from .comparing import cast, difference, wide_enough
+from .step import cast, difference, wide_enough
 
 _EXACT = 1e-9  # in float64: the order of sums, through a few hundred layers
 # Of the user's dtype: units in the last place, at most a share; or so many times PyTorch's own distance from float64.

@@ -5,6 +5,7 @@ one leaf of them, such as a mask, alike on all ranks, and with other keys.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from ..arguments import check_integer
 from ..mesh import data_mesh
 from ..training.validation import check_batch
 from ..tree import is_key, named_leaves
-from .comparing import COPIES, cast, difference, on_host, wide_enough
+
+COPIES = "copies of "  # and a name: a leaf of which devices hold other bits
 
 
 class Parted(NamedTuple):
@@ -204,3 +206,48 @@ def _with_other_key(leaf: Any) -> Any:
     if is_key(leaf):
         return jax.random.wrap_key_data(jax.random.key_data(leaf) + 1, impl=leaf.dtype)
     return leaf + 1 if leaf.dtype == np.uint32 and leaf.shape == (2,) else leaf
+
+
+def wide_enough(dtype: Any) -> AbstractContextManager[Any]:
+    """Lets JAX compute in float64 where that is the dtype."""
+    return jax.enable_x64(jax.config.read("jax_enable_x64") or dtype == jnp.float64)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """A tree with its floating leaves in a dtype, complex ones alike; the leaves as they are if it is None."""
+
+    def leaf_in_dtype(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            return leaf
+        array = np.asarray(leaf)
+        if dtype is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+            return array
+        return array.astype(jnp.promote_types(dtype, jnp.complex64) if np.iscomplexobj(array) else dtype)
+
+    return jax.tree.map(leaf_in_dtype, tree)
+
+
+def on_host(tree: Any) -> dict[str, np.ndarray]:
+    """Leaves by name, without keys, and ``COPIES`` that differ."""
+    found: dict[str, np.ndarray] = {}
+    for name, leaf in named_leaves(tree).items():
+        if not is_key(leaf):
+            found[name] = np.asarray(leaf)
+        copies: dict[str, set[bytes]] = {}
+        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        if any(len(bits) > 1 for bits in copies.values()):
+            found[COPIES + name] = np.array(0)
+    return found
+
+
+def difference(found: np.ndarray, right: np.ndarray, least: float = 1.0) -> float:
+    """The largest of any element, relative to the largest element where that is above ``least``."""
+    if found.shape != right.shape:
+        return np.inf
+    wide = np.complex128 if np.iscomplexobj(right) else np.float64
+    is_same = found == right  # also two infinities
+    one, other = (np.where(is_same, 0, array.astype(wide)) for array in (found, right))
+    apart = np.max(np.abs(one - other), initial=0.0)
+    size = np.max(np.abs(right), initial=0.0, where=np.isfinite(right))
+    return float(apart / (max(least, float(size)) or 1.0))

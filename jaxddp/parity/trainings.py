@@ -27,7 +27,7 @@ from ..strategy import Strategy
 from ..training.programs import no_mesh
 from ..training.train import Trainer, TrainState
 from ..tree import check_params, like, merge, named_leaves, split
-from .comparing import COPIES, cast, difference, on_host, wide_enough
+from .step import COPIES, cast, difference, on_host, wide_enough
 
 
 class Result(NamedTuple):

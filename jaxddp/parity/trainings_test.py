@@ -13,7 +13,7 @@ import jaxddp
 from jaxddp.comparison_test import refusal
 from jaxddp.flax import from_nnx
 from jaxddp.parity import ParityError, check
-from jaxddp.parity.comparing import difference
+from jaxddp.parity.step import difference
 from jaxddp.training.replicas_test import on_rank
 
 torch = pytest.importorskip("torch")

@@ -267,7 +267,11 @@ def guarded_step(
     if nonfinite == "skip":
         with jax.named_scope(METRICS_SCOPE):
             is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            is_finite &= ~became_nonfinite(new.model_state, state.model_state)
+            # Of the model state a leaf that was finite: a running minimum may start at infinity.
+            lost = jax.tree.map(
+                lambda new, old: (jnp.isfinite(old) & ~jnp.isfinite(new)).any(), new.model_state, state.model_state
+            )
+            is_finite &= ~jax.tree.reduce(jnp.logical_or, lost, jnp.bool_(False))
         metrics |= {"skipped": 1 - is_finite.astype(jnp.int32)}
         conditions.append(is_finite)
     if conditions:
@@ -275,12 +279,6 @@ def guarded_step(
         kept = state._replace(step=new.step)
         new = jax.tree.map(lambda new, old: new if new is old else jnp.where(is_taken, new, old), new, kept)
     return new, metrics
-
-
-def became_nonfinite(new: Any, old: Any) -> jax.Array:
-    """Whether a leaf has a NaN or an infinity where it had none; a running minimum may start at infinity."""
-    lost = jax.tree.map(lambda after, before: (jnp.isfinite(before) & ~jnp.isfinite(after)).any(), new, old)
-    return jax.tree.reduce(jnp.logical_or, lost, jnp.bool_(False))
 
 
 def evaluate(run: Run, state: TrainState, batch: Any) -> Any:
