@@ -76,10 +76,7 @@ def map_per_example(function: Callable[[jax.Array], jax.Array], parts: Any) -> A
 
 
 def part_of(name: str, marker: Mean | Sum | PerExample, num_examples: int, is_real: Any = None) -> Any:
-    """What this rank's ``num_examples`` contribute: a ``Part`` or a ``Sum``, to be added up, or ``PerExample``.
-
-    ``is_real``, bool[num_examples], are those that count, all if None.
-    """
+    """What this rank's ``num_examples`` contribute, or those that count, by ``is_real``, bool[num_examples]."""
     values = jnp.asarray(marker.values)
     if values.shape[:1] != (num_examples,):
         kind = f"{type(marker).__name__} of {[*values.shape]}"

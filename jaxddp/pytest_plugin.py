@@ -36,10 +36,7 @@ def assert_collectives() -> Callable[..., None]:
 
 @pytest.fixture
 def assert_collectives_match(request: Any) -> Callable[..., None]:
-    """``(program, args, snapshot)`` fails if a program communicates other than the snapshot says.
-
-    The snapshot is a text file beside the test, a line for each kind of collective. ``--update-collectives`` writes it.
-    """
+    """``(program, args, snapshot)`` fails if a program communicates other than the text file beside the test says."""
 
     def check(program: Any, args: Sequence[Any], snapshot: str, *, target: str | None = None) -> None:
         __tracebackhide__ = True
@@ -71,8 +68,7 @@ def check_collectives(
     Args:
         program: As ``jaxddp.collectives`` takes it.
         args: Its arguments.
-        expected: ``(kind, bytes of the full buffer)`` of every collective, in any order; those of a loop once for each
-            iteration. None: any.
+        expected: ``(kind, bytes of the full buffer)`` of every collective in every iteration, in any order. None: any.
         target: Machines that are not here, such as ``h100:8``.
         not_in_loops: Kinds that must not stand in a loop.
         reduced_once: Whether no reduction may stand in a loop that holds forward and backward, as over micro-batches.

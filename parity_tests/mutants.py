@@ -139,7 +139,7 @@ MUTANTS = {
     ),
     # model state and numbers that are not finite
     "a model state that was infinite before counts": Mutant(
-        _STEP, "(jnp.isfinite(before) & ~jnp.isfinite(after)).any()", "(~jnp.isfinite(after)).any()",
+        _STEP, "(jnp.isfinite(old) & ~jnp.isfinite(new)).any()", "(~jnp.isfinite(new)).any()",
         ("jaxddp/training/nonfinite_test.py::test_a_model_state_that_no_longer_is_finite_counts_too",),
     ),
     "a model state that became infinite does not count": Mutant(

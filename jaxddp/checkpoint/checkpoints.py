@@ -2,8 +2,7 @@
 
 ``DIR/120/state.npz`` holds every leaf in full, without padding, under its name in the state, such as
 ``opt_state.0.mu.head.kernel``; ``about.json`` (``folder.py``) has their shapes and dtypes. Moments stay as wide as they
-were saved, since an update may have made them so; owners of whole parameters take them in their own dtypes. The host
-must have memory for the state; with several processes, each device in turn for each leaf.
+were saved. The host must have memory for the state; with several processes, each device for each leaf.
 """
 
 from typing import Any
@@ -38,11 +37,9 @@ class Checkpoints(CheckpointFolder):
 
         ``data_position`` is where to continue in the data, as a JSON value; the same in all processes.
 
-        Raises:
-            ValueError: If the state was donated, another job saves into the folder, it has this or a later step, or
-                processes differ in step or position.
-            FloatingPointError: If parameters or moments are not finite, or the model state has NaN.
-            OSError: If it cannot be written, or the position is not JSON; older checkpoints stay.
+        Raises a ValueError if the state was donated, another job saves into the folder, it has this or a later step, or
+        processes differ in step or position; a FloatingPointError if parameters or moments are not finite, or the model
+        state has NaN; an OSError if it cannot be written, or the position is not JSON. Older checkpoints stay.
         """
         check_state(state)
         state, step = with_arrays(state), int(state.step)
@@ -74,10 +71,8 @@ class Checkpoints(CheckpointFolder):
             model_state: The same of the model state, with ``has_state``.
             step: Of the checkpoint; the newest that is not damaged for process 0 if None.
 
-        Raises:
-            ValueError: If there is no such checkpoint; it is of another model or optimizer, of wider dtypes, damaged,
-                or of another version; or the mesh is a target's.
-            OSError: If it cannot be read.
+        Raises a ValueError if there is no such checkpoint; it is of another model, optimizer or version, of wider
+        dtypes, or damaged; or the mesh is a target's; an OSError if it cannot be read.
         """
         trainer._check_devices("restore", "abstract_state")
         about = self._together(lambda: self._choose(step))

@@ -1,9 +1,8 @@
 """A folder of checkpoints: each is complete or not there, the newest are kept, damaged ones are passed over.
 
-``DIR/120`` holds step 120: ``state...``, arrays in the format of the framework, and ``about.json``: format, step, time,
-position in the data, what the package adds, size and CRC-32 of each file. A save writes ``DIR/120.partial`` and renames
-it. One job at a time saves into a folder, whose process 0 writes and reads: it locks ``DIR/.writer``. What process 0
-raises, all raise. Both packages use this file; no framework is imported.
+``DIR/120`` holds step 120: ``state...``, arrays in the format of the framework, and ``about.json``, with size and
+CRC-32 of each file. A save writes ``DIR/120.partial`` and renames it. Process 0 writes and reads, and locks
+``DIR/.writer``; what it raises, all raise. Both packages use this file; no framework is imported.
 """
 
 import abc
@@ -46,11 +45,7 @@ class CheckpointFolder(abc.ABC):
     def __init__(
         self, directory: str | os.PathLike[str], *, keep: int = 3, warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        """Names a folder, which process 0 of a job sees and makes; what else it holds is left alone.
-
-        ``keep`` are the checkpoints to keep: older ones are removed once a newer one is complete. ``warn`` gets a line
-        about each damaged checkpoint for which an older one is taken.
-        """
+        """Names a folder, which process 0 makes: the newest ``keep`` stay; ``warn`` gets lines about damaged ones."""
         self._keep, self._warn = check_integer("keep", keep), warn
         self.directory = Path(directory).absolute()
         self._where = f"in {str(self.directory)!r}"

@@ -40,12 +40,8 @@ def to_numpy(params: Any) -> dict[str, np.ndarray]:
 def from_numpy(arrays: Mapping[str, Any], like: Any) -> Any:
     """Converts the arrays of a PyTorch ``state_dict`` to a Flax tree: the inverse of ``to_numpy``.
 
-    Args:
-        arrays: NumPy arrays, JAX arrays or PyTorch tensors, by ``state_dict`` name; no memory is shared with them.
-        like: A tree with the structure, shapes and dtypes wanted, of arrays or ``jax.ShapeDtypeStruct``.
-
-    Raises:
-        ValueError: If a name is unknown or missing, a shape or dtype differs, or as ``to_numpy``; it names all.
+    ``arrays`` of any framework are copied; ``like`` is a tree of arrays or ``jax.ShapeDtypeStruct``. Raises a
+    ValueError that names all names, shapes and dtypes which differ, or as ``to_numpy``.
     """
     leaves = torch_leaves(like)
     given = {name: as_numpy(array) for name, array in arrays.items()}

@@ -88,8 +88,7 @@ def first_difference(
     """Compares a model in JAX and one in PyTorch, module by module, forward and backward.
 
     Args:
-        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``. Modules and marks must not lie within
-            ``jax.checkpoint`` or ``jax.vmap``; in a scan, each round is a call.
+        loss_fn: ``(params, batch)`` to a scalar, run without ``jit``; in a scan, each round is a call.
         params: A tree of arrays.
         batch: A tree of arrays; PyTorch gets tensors.
         module: An ``nn.Module``, with its weights; it is copied.
@@ -97,7 +96,7 @@ def first_difference(
         names: PyTorch's name of a module to that in JAX, where they differ in more than ``layers.0`` and ``layers_0``.
         dtype: The user's, which is compared after float64.
 
-    Raises a ValueError if no module has a counterpart, or one lies within such a transformation.
+    Raises a ValueError if no module has a counterpart, or one lies within ``jax.checkpoint`` or ``jax.vmap``.
     """
 
     def in_jax(name: str) -> str:

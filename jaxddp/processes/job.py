@@ -7,8 +7,7 @@
 | SLURM    | SLURM_STEP_NUM_TASKS, _PROCID, _LOCALID, over _STEP_NUM_NODES | the first host of the step |
 
 MASTER_ADDR and MASTER_PORT, where they are set, name the coordinator under Open MPI and SLURM too. The launcher closest
-to the process wins, as torchrun under ``srun``. JAX finds the latter two as well, but not how many processes share a
-host.
+to the process wins, as torchrun under ``srun``.
 """
 
 import os

@@ -32,9 +32,8 @@ class ReplicaError(RuntimeError):
 def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Connection]:
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
-    ``alike``, JSON values such as versions, must be the same in all. Gives process 0 a connection to each other
-    process, by its number, and the others that to process 0. Raises an OSError if the coordinator's port is taken; a
-    ValueError if nobody answers there, processes do not come in time, this one is refused, or they disagree.
+    ``alike`` are JSON values. Gives process 0 a connection to each other process, by its number, and the others that to
+    process 0. Raises an OSError if the port is taken; a ValueError if processes do not come in time, or disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
     if job.process_id > 0:

@@ -3,8 +3,7 @@
 A thread in each process keeps the connection of the roll call to process 0, and says ten times a second how far its
 process is: the step that it began, a call after it (an evaluation, a check of replicas), and in torch the number of
 collectives that it started. Process 0 judges, and tells all, who end with a line each (docs/clusters.md has the rules);
-the others judge process 0. XLA's heartbeat takes a minute and a half, NCCL's and Gloo's time limits name nobody, and
-neither sees a process that is alive and stuck. No framework is imported.
+the others judge process 0. No framework is imported.
 """
 
 import atexit

@@ -30,9 +30,9 @@ _START_EARLY = {
 # No scheduler moves XLA's own kernels for small all-reduces: they would all run after the backward.
 _BY_NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}  # names kinds of collectives; older jaxlibs lack it
 # Else collectives on TPUs are synchronous. v5p, v6e and v7x have SparseCores; other chips compile as before.
-_OFFLOADED = ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _ON_SPARSE_CORES: dict[str, str | int | bool] = {
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in _OFFLOADED
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+    for kind in ("all_reduce", "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 }
 # Each round of a loop starts what the next one needs; the options had other names before jaxlib 0.11.1.
 _KINDS_IN_LOOPS = ("all_gather", "reduce_scatter")
