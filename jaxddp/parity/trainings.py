@@ -42,7 +42,6 @@ class Result(NamedTuple):
     params: Mapping[str, np.ndarray] = MappingProxyType({})  # what it ended with, by name, with the model state
 
     def __repr__(self) -> str:
-        """One line, without arrays."""
         where = "" if self.step is None else f", first in step {self.step} at {self.leaf}"
         said = f"refused, {self.refused}" if self.difference is None else f"{self.difference:.1e} apart{where}"
         return f"<{self.strategy} on {self.num_ranks}: {said}>"

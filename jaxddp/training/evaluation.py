@@ -1,11 +1,10 @@
 """Evaluation of any number of examples: ranks get equally many rows, of which those that pad do not count.
 
-In a job each process gives rows of its own. With ``n[p]`` rows in the batch of process p, which has ``r[p]`` ranks:
+The host adds up the sums of the batches in float64, and divides once. In a job each process gives rows of its own. With
+``n[p]`` rows in the batch of process p, which has ``r[p]`` ranks:
 
     rows of a rank           R = max over p of ceil(n[p] / r[p]), and at least that of earlier batches
     rank j of process p      its rows j R ... (j + 1) R - 1 as far as there are any, then padding
-
-The host adds up the sums of the batches in float64, and divides once.
 """
 
 import functools

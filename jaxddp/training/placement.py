@@ -1,7 +1,4 @@
-"""Places a tree of full arrays on a mesh, each leaf full on every rank or in shards, and gathers it again.
-
-Several processes take the arrays of the first process. They go through the hosts, one piece after another.
-"""
+"""Places a tree of full arrays on a mesh, each leaf full on every rank or in shards, and gathers it again."""
 
 from typing import Any
 

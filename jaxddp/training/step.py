@@ -41,8 +41,6 @@ from ..strategy import Layout, Ranks, Strategy
 from ..tree import merge, named_leaves, split
 from .wide_products import with_wide_products
 
-STATE_SYNC = ("mean", "first")
-
 
 class TrainState(NamedTuple):
     """What a training run carries from step to step; which leaves are shards is said by ``Trainer.layout``."""
@@ -54,7 +52,6 @@ class TrainState(NamedTuple):
     model_state: Any = ()  # what ``loss_fn`` returns besides the loss and takes again, equal on all ranks
 
     def __repr__(self) -> str:
-        """In one line, without the arrays."""
         num, size = len(jax.tree.leaves(self.params)), sum(leaf.size for leaf in jax.tree.leaves(self.params))
         at = "" if isinstance(self.step, jax.core.Tracer | jax.ShapeDtypeStruct) else f"step {self.step}, "
         return f"TrainState({at}{num} parameters, {size:,} elements)"
@@ -232,7 +229,7 @@ def sum_over_ranks(parts: Any, ranks: Ranks, scope: str = METRICS_SCOPE) -> Any:
 
 
 def sync_model_state(model_state: Any, ranks: Ranks, how: str) -> Any:
-    """Makes the ranks' model states one; ``how`` is of ``STATE_SYNC``."""
+    """Makes the ranks' model states one; ``how`` is ``"mean"`` or ``"first"``."""
 
     def is_mean(leaf: jax.Array) -> bool:
         return how == "mean" and jnp.issubdtype(leaf.dtype, jnp.floating)

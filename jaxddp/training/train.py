@@ -1,7 +1,4 @@
-"""The trainer: one jitted, sharded training step around a loss function, an optax optimizer and a strategy.
-
-``step.py`` computes, ``programs.py`` plans and compiles; here states are made, batches placed and programs run.
-"""
+"""The trainer around a loss function, an optimizer and a strategy: makes states, places batches, runs programs."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ from .ema import EmaState
 from .evaluation import evaluate_batches
 from .placement import describe, from_first_process, full_arrays, place
 from .programs import Programs, compiler_of, no_mesh
-from .step import STATE_SYNC, Run, TrainState as TrainState
+from .step import Run, TrainState as TrainState
 from .validation import abstract, check_state, host_arrays, is_global, leaf_specs, signature, with_arrays
-
-NONFINITE = ("ignore", "skip")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,7 +107,6 @@ class Trainer:
     _evaluations: dict[Any, Any] = field(default_factory=dict, init=False)  # likewise
 
     def __post_init__(self) -> None:
-        """Checks the options; compiles nothing yet."""
         check_optimizer(self.optimizer)
         check_kind("strategy", self.strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
         check_kind("mesh", self.mesh, (Mesh, AbstractMesh), "a mesh, such as jaxddp.data_mesh()")
@@ -123,7 +117,7 @@ class Trainer:
                 raise ValueError(f"{name} (={dtype!r}) must be a floating dtype of 16 bits or more, or None")
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ValueError(f"max_grad_norm (={self.max_grad_norm!r}) must be positive or None")
-        for name, options in (("nonfinite", NONFINITE), ("state_sync", STATE_SYNC)):
+        for name, options in (("nonfinite", ("ignore", "skip")), ("state_sync", ("mean", "first"))):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} (={getattr(self, name)!r}) must be one of {', '.join(options)}")
         if isinstance(self.mesh, Mesh) and self.ranks.other_axes:  # they are XLA's
@@ -135,7 +129,6 @@ class Trainer:
         compiler_of(self.mesh)
 
     def __repr__(self) -> str:
-        """In one line."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         return f"Trainer({getattr(self.loss_fn, '__name__', 'loss')}, {self.strategy.name}, {axes})"
 

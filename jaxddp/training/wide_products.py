@@ -1,9 +1,7 @@
 """Lets the products of a backward pass write gradients in the dtype in which they are summed over ranks.
 
 Where the loss takes bfloat16 copies of float32 parameters, the gradient of a matrix is a product that JAX rounds to
-bfloat16, and that is converted back. XLA for GPUs lets no product write more than it was asked for, so converting is a
-kernel of its own, and takes 4 % of a step that waits for no communication: seed_xl in bfloat16 on h100:8, simulated,
-6.02 ms for 5.80; in float32 nothing changes.
+bfloat16, and that XLA for GPUs converts back in a kernel of its own: 4 % of a step of seed_xl on h100:8, simulated.
 
                                                                               bytes an element
     product -> write bfloat16 -> read -> write float32 -> all-reduce          2 + 2 + 4
