@@ -143,8 +143,8 @@ def _sum_if_not_constant(grad: jax.Array, axis: str) -> jax.Array:
 def plan_gradients(strategy: Strategy, grad_fn: Callable[..., Any], *args: Any) -> BucketPlan:
     """Plans the communication of gradients, for ``sync_gradients``, in the order in which they are computed.
 
-    ``grad_fn`` gives one rank's gradients, as ``jax.grad(loss_fn)`` does; it is traced with its ``args``, arrays or
-    ``jax.ShapeDtypeStruct``. One that uses a mesh axis raises a NameError outside of ``jax.shard_map``.
+    ``grad_fn``, such as ``jax.grad(loss_fn)``, is traced with its ``args``, arrays or ``jax.ShapeDtypeStruct``; call it
+    inside ``jax.shard_map`` if it uses a mesh axis.
     """
     check_kind("strategy", strategy, Strategy, "a strategy, such as jaxddp.bucketed()")
     return plan_trace(strategy, trace_gradients(grad_fn, *args))

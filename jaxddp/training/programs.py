@@ -50,10 +50,8 @@ def no_mesh() -> AbstractContextManager[Any]:
 class Programs:
     """Plans and programs of one model over one mesh, made when they are first asked for.
 
-    Attributes:
-        held: Describes a state of step 0, as it lies over the ranks, without a model state.
-        shardings: A ``TrainState`` of the ``NamedSharding`` of each leaf.
-        batch_sharding: That of the arrays of a batch, split along dimension 0.
+    ``held`` describes a state of step 0, as it lies over the ranks, without a model state; ``shardings`` has that of
+    each of its leaves, and ``batch_sharding`` is that of a batch's arrays.
     """
 
     def __init__(self, run: Run, mesh: Mesh | AbstractMesh) -> None:

@@ -306,8 +306,7 @@ class Trainer:
     def averaged(self, state: TrainState) -> TrainState:
         """Gives a state of the moving averages in place of the parameters, to evaluate or to read; not to train on.
 
-        It shares the rest with ``state``, which the next step donates. Raises a ValueError if the optimizer does not
-        keep one average of all trained parameters: chain ``jaxddp.params_ema``.
+        It shares the rest with ``state``, which a step donates. Raises a ValueError without just one ``params_ema``.
         """
         layout = self.programs(state).layout
         inner = state.opt_state.inner if isinstance(state.opt_state, Masters) else state.opt_state
@@ -336,8 +335,8 @@ class Trainer:
     def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
         """Compiles the step for these shapes, or gives the program that ``step`` already runs for them.
 
-        State and global batch are of arrays or ``jax.ShapeDtypeStruct``. On the mesh of a target it is what would run
-        there. Raises a ValueError if the batch cannot be split, or a target's compiler is missing or refuses.
+        State and global batch are of arrays or ``jax.ShapeDtypeStruct``; the mesh may be a target's. Raises a
+        ValueError if the batch cannot be split, or a target's compiler is missing or refuses.
         """
         return self.programs(state).step(with_arrays(state), host_arrays(batch))
 

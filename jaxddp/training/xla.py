@@ -20,7 +20,6 @@ _DISABLE = "xla_disable_hlo_passes"
 # The second would drop the optimization barriers by which naive and flat wait for the backward and equal buckets stay
 # apart. The third makes one kernel of a small loop, and aborts the process if a barrier is in it.
 _CPU_PASSES = "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"
-_ANY_BYTES = 2**40
 # By default one collective is in flight, and the next starts when XLA's model of the target's links says so. These make
 # each start when its buffer is packed, in the order of the plan. Under zero3 all gathers would start at once.
 _START_EARLY = {
@@ -61,7 +60,7 @@ def compile_options(strategy: Strategy, platform: str) -> dict[str, str | int | 
         joins = strategy.plan(()).kind == "all-reduce" and not strategy.gathers_in_loss
         is_old = tuple(map(int, re.findall(r"\d+", jaxlib.version.__version__)[:3])) < (0, 11, 1)
         return {
-            "xla_gpu_all_reduce_combine_threshold_bytes": _ANY_BYTES if joins else 0,
+            "xla_gpu_all_reduce_combine_threshold_bytes": 2**40 if joins else 0,  # any bytes
             "xla_gpu_all_gather_combine_threshold_bytes": 0,
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
             **({_DISABLE: "all-reduce-contiguous"} if joins else {}),
