@@ -5,9 +5,8 @@
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
-XLA keeps only the order that data dependencies require. Divided earlier, a bucket would make the backward wait for the
-network. One after another, buckets are updated as they arrive, while later ones are in flight. Where B must not start
-before A has ended, B uses a zero that XLA cannot fold; it must be used, or XLA drops it, and the order:
+Divided earlier, a bucket would make the backward wait for the network. XLA keeps only the order that data dependencies
+require. Where B must not start before A has ended, B uses a zero that XLA cannot fold:
 
     a, token = order_token(a)        token = 0, available when a is
     b = b + token                    what uses b waits for a
@@ -90,8 +89,7 @@ def reduce_buckets(
 ) -> Means:
     """Sums this rank's gradients over ranks as planned, and divides them; those not planned are equal on all ranks.
 
-    ``number`` is that of the micro-batch, where each one is reduced: then at most two buckets are in flight, which
-    saves memory, since one arrives while the next one fills.
+    ``number`` is that of the micro-batch, where each one is reduced: to save memory, at most two buckets are in flight.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))

@@ -43,7 +43,6 @@ _KEEP_ZERO = frozenset(  # zeros if all inputs are
     "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
     " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
 )
-_ZERO_OF_A_ZERO = ("mul", "dot_general")
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
 _CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
 
@@ -202,10 +201,8 @@ def trace_gradients(
     timed = enumerate(zip(specs, finishing_times(program), strict=not has_aux))
     found = {output: pair for output, pair in timed if pair[0].name not in reduced}
     constants = {output: spec for output, (spec, time) in found.items() if time is None or not spec.num_elements}
-    # The last comes first where times are equal.
-    ready = sorted(
-        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0
-    )
+    changing = [output for output in reversed(found) if output not in constants]  # the last first at equal times
+    ready = sorted(changing, key=lambda output: found[output][1] or 0)
     return GradientTrace({output: found[output][0] for output in ready}, constants, program, result)
 
 
@@ -263,7 +260,7 @@ def follow(
         result = VARIES if name in _NEVER_CONSTANT else min(operands, default=CONSTANT)
         if result == ZERO and name not in _KEEP_ZERO:
             result = CONSTANT
-        if name in _ZERO_OF_A_ZERO and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
+        if name in ("mul", "dot_general") and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
             result = ZERO  # a slice wherever it starts
         return [result] * len(equation.outvars)
 

@@ -1,8 +1,7 @@
 """Tests whether an optimizer may run on shards: traced on full parameters and on shards, it must be one computation.
 
 Element i of an update may depend on elements i of gradient, parameter and state, and on numbers that are equal on all
-ranks, such as counts, learning rates and the loss. In the ``expressions`` of a trace, only element-wise operations, and
-numbers that are broadcast, count without their shapes: sums, products, sorts, ramps and noise differ on shards.
+ranks, such as counts and the loss. In the ``expressions`` of a trace, sums, sorts, ramps and noise differ on shards.
 """
 
 import math
@@ -50,9 +49,9 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
 
 
 def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_env: list[Any]) -> str:
-    """Describes what an optimizer computes, its numbers included, as text that all processes can compare.
+    """Describes what an optimizer computes of full ``params``, as text that all processes can compare.
 
-    ``params`` are the full trainable ones, ``axis_env`` the names and sizes of the mesh axes whose ranks call it.
+    ``axis_env``: the names and sizes of the mesh axes whose ranks call it.
     """
 
     def first_step(grads: Any, params: Any, value: Any) -> Any:
