@@ -27,13 +27,10 @@ from .tree import merge, named_leaves, split
 
 
 class Optimizer(NamedTuple):
-    """An optimizer of what a rank updates.
-
-    ``step`` takes ``(gradients, state, parameters, value, full)`` to ``(updated parameters, next state)``; ``value`` is
-    the loss, ``full`` the full parameters where every rank has them beside its shards.
-    """
+    """An optimizer of what a rank updates."""
 
     init: Callable[[Any], Any]  # parameters -> its state
+    # (gradients, state, parameters, loss, full parameters if every rank has them) -> (updated parameters, next state)
     step: Callable[..., tuple[Any, Any]]
 
 
@@ -78,8 +75,7 @@ class Layout:
     grad_dtype: Any = None  # in which gradients are added up and summed over ranks; each parameter's own if None
     trainable: Callable[[str], bool] | None = None  # predicate on a parameter's name; None trains all
     owners: Any = None  # which rank owns which parameter, where whole ones have owners (``zero/owners.py``)
-    # By name:
-    # How parameters that are shards between steps are cut, and those that are updated by shards:
+    # By name: how parameters that are shards between steps are cut, and those that are updated by shards:
     held = cached_property(
         lambda self: {name: leaf.cut for name, leaf in named_leaves(self.params).items() if leaf.cut}
     )
@@ -169,10 +165,7 @@ def on_blocks(strategy: Strategy, layout: Layout) -> Strategy:
 
 
 def without_communication(strategy: Strategy) -> Strategy:
-    """The strategy with its communication removed: every rank takes its own part for the sum.
-
-    It trains wrong. Exposed communication is the time of a step minus that of the same step without communication.
-    """
+    """The strategy with its communication removed, to be timed: every rank takes its own part for the sum."""
     return strategy._replace(
         full=lambda loss, layout: silent()(strategy.full(loss, layout)),
         reduce=silent()(strategy.reduce),

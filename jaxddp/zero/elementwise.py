@@ -19,12 +19,6 @@ from ..ddp import mirrored
 from ..layout import Leaf
 from ..tree import named_leaves
 
-_REFUSAL = (
-    "optimizer must be element-wise to be sharded: on shards, {}; use a strategy that keeps the optimizer whole, or"
-    " zero1(shard='leaves'); to clip by the global norm, set max_grad_norm, to leave out steps that are not finite,"
-    " nonfinite='skip', and to choose parameters, go by path, or by ndim > 1"
-)
-
 
 def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
     """Lays out an optimizer's state as a tree of ``Leaf``: what mirrors a parameter of ``updated`` is cut like it.
@@ -101,4 +95,9 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise ValueError(_REFUSAL.format(str(error).splitlines()[0])) from error
+        raise ValueError(
+            f"optimizer must be element-wise to be sharded: on shards, {str(error).splitlines()[0]}; use a strategy"
+            " that keeps the optimizer whole, or zero1(shard='leaves'); to clip by the global norm, set max_grad_norm,"
+            " to leave out steps that are not finite, nonfinite='skip', and to choose parameters, go by path, or by"
+            " ndim > 1"
+        ) from error
