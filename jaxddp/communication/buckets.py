@@ -10,7 +10,6 @@ References:
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,10 +17,8 @@ from typing import Literal, NamedTuple
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
-# Cap of all-reduces from the third on: 11 calls for a large model, where DDP's caps make 34 (seed_xl) to 243 (xl).
-DEFAULT_SHARE = 1 / 8
-# Until there, of a cap to the one before: the network is not idle while the first of the large buckets fills.
-DEFAULT_GROWTH = 4
+DEFAULT_SHARE = 1 / 8  # cap of all-reduces: 11 calls for a large model, where DDP's make 34 (seed_xl) to 243 (xl)
+DEFAULT_GROWTH = 4  # of caps until there: the network is not idle while the first of the large buckets fills
 
 BucketMb = float | Sequence[float] | Literal["default"] | None
 Rule = Literal["before", "torch"]
@@ -160,15 +157,6 @@ def plan_all_reduces(
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
     """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
     return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)  # no tensor has less than a byte
-
-
-def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
-    """Counts collectives by kind, given as ``(kind, bytes)``, such as ``"2 all-reduces, 1.5 MiB per step"``."""
-    if not collectives:
-        return "none"
-    counts = Counter(kind for kind, _ in collectives)
-    kinds = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
-    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -26,8 +26,7 @@ from .buckets import MIB, Bucket, BucketPlan
 from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
-# Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
-LARGE_BYTES = MIB
+LARGE_BYTES = MIB  # from which a tensor is sent as it is; to copy a smaller one takes an H100 less than 1 us
 MAX_JOINED = 256  # arrays in one all-reduce: XLA's limit
 
 
@@ -171,9 +170,6 @@ def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) ->
 
 
 def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
-    """Gives arrays, to be used instead of these, and a scalar 0 that is available no earlier.
-
-    Equal arrays are not merged if their numbers differ.
-    """
+    """Gives arrays, to be used instead, and a scalar 0 available no earlier; other numbers keep equal ones apart."""
     values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
     return values, hidden - number

@@ -111,10 +111,7 @@ class Value(NamedTuple):
 
 
 def expressions(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """The outputs of a traced program for its inputs. Equal expressions have equal numbers, also in other traces.
-
-    Element-wise operations, and what broadcasts one number, count without shapes, all others with them.
-    """
+    """A program's outputs. Equal expressions have equal numbers, in any trace; element-wise ones have no shapes."""
 
     def constant(value: Any, atom: Any) -> Value:
         aval, is_key = atom.aval, jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
@@ -191,10 +188,7 @@ class GradientTrace(NamedTuple):
 def trace_gradients(
     grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
 ) -> GradientTrace:
-    """Traces the computation of gradients on one rank, without those named in ``reduced``: the backward reduces these.
-
-    ``has_aux``: whether ``grad_fn`` returns the gradients and something else.
-    """
+    """Traces one rank's gradients, with ``has_aux`` beside others, without those that the backward has ``reduced``."""
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
     # Among the trace's outputs, gradients come first.
@@ -207,20 +201,14 @@ def trace_gradients(
 
 
 def describe_results(trace: GradientTrace) -> str:
-    """Describes what processes must agree on beside the plan: shapes of results, and the values of constant gradients.
-
-    Other shapes would make them wait for each other; constant gradients are not sent, so ranks would differ.
-    """
+    """What processes must agree on beside the plan: shapes of results, and constant gradients, which are not sent."""
     values = expressions(trace.program, [Value(place) for place in range(len(trace.program.in_avals))])
     described = [*map(str, trace.program.out_avals), *(values[output] for output in sorted(trace.constants))]
     return f"checksum {zlib.crc32(str(described).encode()):08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr) -> list[int | None]:
-    """Finds how many operations come before each output of a traced program.
-
-    None if it is constant, because it depends on no input, nor on the rank, the device or the host.
-    """
+    """How many operations come before each output; None if it depends on no input, rank, device or host."""
     clock = 0
 
     def rule(equation: Any, times: list[int | None]) -> list[int | None]:

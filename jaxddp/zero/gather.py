@@ -173,10 +173,7 @@ class Order:
 
 
 def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: list[jax.Array]) -> list[Any]:
-    """Runs a unit, ``shards -> (results, early)``, whose shards wait for the results of the third last one.
-
-    ``early`` is None if the backward does not gather for it. What the unit leaves is added to ``order``.
-    """
+    """Runs a unit, ``shards -> (results, early or None)``, whose shards wait for the results of the third last one."""
     token, early = order.tokens[-3], order.early
     if order.of_loop is not None:
         shards, order.of_loop = _on_floats(_give_back, shards, order.of_loop)[0], None

@@ -73,14 +73,11 @@ def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") ->
 def layout_params(
     least: int, params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None
 ) -> Layout:
-    """Every rank has a shard of each large parameter, and updates what it has.
-
-    Dimension 0 is cut last: the parameter may be a stack of layers, of which one row is gathered at a time.
-    """
+    """Every rank has a shard of each large parameter, and updates what it has."""
 
     def held(leaf: Leaf) -> Leaf:
-        is_small = math.prod(leaf.block) < least
-        dims = range(len(leaf.shape))
+        is_small, dims = math.prod(leaf.block) < least, range(len(leaf.shape))
+        # Dimension 0 is cut last: a parameter may be a stack of layers, of which one row is gathered at a time.
         return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
@@ -189,10 +186,7 @@ def _write(args: Any, changed: Mapping[int, Any]) -> None:
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
-    """The places of the parameters that are used by anything but units.
-
-    ``stacked``: in how many leading dimensions an input is a stack of shards; None if it is no shard.
-    """
+    """The places of shards that anything but units uses, given their ``stacked_dims``; None for what is no shard."""
     outside: set[int] = set()
     inputs = [None if dims is None else place for place, dims in enumerate(stacked)]
 
