@@ -61,7 +61,7 @@ def from_linen(
 
     Args:
         module: A ``flax.linen.Module``.
-        variables: From ``module.init``.
+        variables: From ``module.init``, by collection.
         loss: ``(apply, batch, is_training)`` to what a trainer's loss gives. ``apply`` takes the module's arguments;
             give it those that tell training from evaluation, such as ``deterministic=not is_training``.
         rngs: The module's random streams in training.

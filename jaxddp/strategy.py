@@ -4,8 +4,7 @@
     layout(params, optimizer, ranks, ...)      which parameters and which optimizer state are shards
     full(loss, layout)                         what the loss reads: itself, or with an all-gather in each layer
     reduce(grads, plan, layout, divisor)       this rank's gradients -> mean gradients, bucket by bucket
-    update(grads, opt_state, params, plan, layout, value)
-                                               the optimizer on full parameters; or on shards, then an all-gather
+    update(grads, opt_state, params, ...)      the optimizer on full parameters; or on shards, then an all-gather
 
 ``training/step.py`` calls them in this order. What others need to know of a strategy is in its plan and its layout.
 """

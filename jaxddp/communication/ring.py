@@ -40,8 +40,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``."""
     num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
-    chunk_length = length_of_chunk(x.shape, 1)
-    chunk = x
+    chunk, chunk_length = x, length_of_chunk(x.shape, 1)
     chunks = lax.dynamic_update_index_in_dim(jnp.zeros((num_ranks, *x.shape), x.dtype), chunk, rank, axis=0)
     for step in range(1, num_ranks):
         chunk = send_recv(chunk, axis, _to_the_right(num_ranks))

@@ -43,10 +43,7 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
 
 
 def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_env: list[Any]) -> str:
-    """Describes what an optimizer computes of full ``params``, as text that all processes can compare.
-
-    ``axis_env``: the names and sizes of the mesh axes whose ranks call it.
-    """
+    """What an optimizer computes of full ``params``, as text; ``axis_env``: names and sizes of the ranks' mesh axes."""
 
     def first_step(grads: Any, params: Any, value: Any) -> Any:
         state = optimizer.init(params)

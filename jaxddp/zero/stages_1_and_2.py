@@ -52,7 +52,9 @@ def zero1(bucket_mb: BucketMb = "default", *, shard: Part = "elements") -> Strat
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_buckets``.
         shard: ``"elements"``: each rank updates 1/N of every parameter, for an element-wise optimizer. ``"leaves"``:
             each whole parameter belongs to one rank, for one that updates them one by one; see ``owners.py``.
-            A ValueError if this or a cap is out of range.
+
+    Raises:
+        ValueError: If a cap or ``shard`` is out of range.
     """
     return _strategy("zero1", bucket_mb, shard, each_microbatch=False)
 
