@@ -50,11 +50,10 @@ def check_root(root: int, num_ranks: int) -> None:
 def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int) -> None:
     """Refuses pairs, of a rank that sends and one that receives, in which a rank is unknown or does either twice."""
     check_kind("pairs", pairs, Sequence, "a sequence of pairs, (from rank, to rank)")  # iterators end after one pass
-    for name, ranks in (("from", [source for source, _ in pairs]), ("to", [target for _, target in pairs])):
-        if not all(rank in range(num_ranks) for rank in ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
-        if len(set(ranks)) < len(ranks):
-            raise ValueError(f"pairs (={list(pairs)}) must send at most once {name} each rank")
+    if not all(rank in range(num_ranks) for pair in pairs for rank in pair):
+        raise ValueError(f"pairs (={list(pairs)}) must name ranks from 0 to below num_ranks (={num_ranks})")
+    if any(len(set(side)) < len(pairs) for side in zip(*pairs, strict=True)):
+        raise ValueError(f"pairs (={list(pairs)}) must send at most once from each rank, and to each")
 
 
 def is_number(value: Any) -> bool:

@@ -13,9 +13,6 @@
     ==========  ==========================================  =======  ==================================================
 
 Each sends 2 (N-1)/N times the gradients' bytes per rank.
-
-References:
-    Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
 import contextlib
@@ -152,8 +149,7 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
     Args:
         bucket_mb: Cap in MiB, a list of caps, None for one bucket, or ``"default"``; see ``plan_all_reduces``.
         rule: When a bucket closes; see ``plan_buckets``.
-        hook: How a bucket is summed over ranks, ``(buffer, axis) -> sum``, in place of an all-reduce in its own dtype:
-            ``jaxddp.hooks.bf16``, ``fp16``, or one's own. It must have no state.
+        hook: Sums a bucket over ranks, ``(buffer, axis) -> sum``, without state, such as ``jaxddp.hooks.bf16``.
     """
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

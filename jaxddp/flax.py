@@ -9,7 +9,7 @@
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
     """Takes an NNX model apart.
 
     Args:
-        model: The model; one that was put into evaluation mode trains in it. It stays as it is;
+        model: It stays as it is, and trains in evaluation mode if it is in it;
             ``nnx.update(model, trainer.params(state), trainer.model_state(state))`` writes back what was trained.
         loss: ``(model, batch)`` to what a trainer's loss gives. It may change the model's state, as BatchNorm does;
             what it writes into an ``nnx.Param``, as ``nnx.WeightNorm`` does, is lost.
@@ -55,18 +55,13 @@ def from_nnx(model: nnx.Module, loss: Callable[[Any, Any], Any], *, has_aux: boo
 
 
 def from_linen(
-    module: Any,
-    variables: Mapping[str, Any],
-    loss: Callable[[Callable[..., Any], Any, bool], Any],
-    *,
-    rngs: Sequence[str] = ("dropout",),
-    has_aux: bool = False,
+    module: Any, variables: Any, loss: Callable[..., Any], *, rngs: Sequence[str] = ("dropout",), has_aux: bool = False
 ) -> tuple[Any, Any, Any]:
     """Makes a loss function of a Linen module.
 
     Args:
         module: A ``flax.linen.Module``.
-        variables: From ``module.init``.
+        variables: From ``module.init``, by collection.
         loss: ``(apply, batch, is_training)`` to what a trainer's loss gives. ``apply`` takes the module's arguments;
             give it those that tell training from evaluation, such as ``deterministic=not is_training``.
         rngs: The module's random streams in training.
@@ -80,7 +75,6 @@ def from_linen(
     others = {name: collection for name, collection in variables.items() if name != "params"}
 
     def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array | None = None) -> Any:
-        is_training = key is not None
         held, calls = dict(model_state), itertools.count()
 
         def apply(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +85,7 @@ def from_linen(
             held.update(new)
             return outputs
 
-        result = loss(apply, batch, is_training)
+        result = loss(apply, batch, key is not None)
         return (result[0], (held, result[1])) if has_aux else (result, held)
 
     return loss_fn, variables["params"], others

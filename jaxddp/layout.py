@@ -1,7 +1,6 @@
 """Where one leaf of a training state lies: full on every rank, or cut into shards; and along other axes of the mesh.
 
-A leaf that is cut along a dimension is an ordinary array of its own shape. One that is flattened and padded, because
-the ranks divide none of its dimensions, is laid out rank by rank and, where other axes split it, block by block.
+One that is flattened and padded is laid out rank by rank and, where other axes split it, block by block.
 """
 
 import itertools

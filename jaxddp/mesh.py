@@ -15,10 +15,7 @@ REPLICA_AXIS = "replica"
 
 
 def simulate_devices(num_devices: int) -> None:
-    """Makes JAX present the CPU as several devices; call it before anything else uses JAX.
-
-    Raises a RuntimeError if JAX has already started with fewer devices.
-    """
+    """Makes JAX present the CPU as several devices; a RuntimeError if JAX has already started with fewer."""
     num_devices = check_integer("num_devices", num_devices)
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -38,17 +35,14 @@ def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: 
             Then the mesh is ``[replicas, num_ranks / replicas]`` along ``("replica", axis)``.
 
     Raises:
-        ValueError: If ``num_ranks`` is not positive, more than the devices, or, with several processes, less; or
-            ``replicas`` does not divide it into groups of at least 2.
+        ValueError: If ranks and devices, or ranks and ``replicas``, do not go together.
 
     Example:
         >>> dict(data_mesh(4).shape), dict(data_mesh(8, replicas=2).shape)
         ({'data': 4}, {'replica': 2, 'data': 4})
     """
     found = devices()
-    if num_ranks is None:
-        num_ranks = len(found)
-    num_ranks = check_integer("num_ranks", num_ranks)
+    num_ranks = check_integer("num_ranks", len(found) if num_ranks is None else num_ranks)
     if num_ranks > len(found):
         there = f"num_ranks (={num_ranks}) must be at most the number of devices (={len(found)} {found[0].platform})"
         raise ValueError(f"{there}; jaxddp.simulate_devices({num_ranks}) before JAX starts makes them")

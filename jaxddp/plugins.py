@@ -1,7 +1,6 @@
 """Which JAX plugins are installed, and whether JAX should start them.
 
-The compilers of the extra ``targets`` are such plugins: without devices, the one for CUDA fails, and the one for TPUs
-searches the network for hosts.
+Those of the extra ``targets`` have no devices here: then CUDA's fails, and the TPUs' searches the network for hosts.
 """
 
 import contextlib

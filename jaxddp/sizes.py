@@ -53,8 +53,7 @@ SIZES = {
     "xl": TransformerConfig(vocab=10_000, context=128, width=1600, num_layers=48, num_heads=25, hidden=6400),
     "2.7b": TransformerConfig(vocab=10_000, context=128, width=2560, num_layers=32, num_heads=32, hidden=10_240),
 }
-"""Named sizes. ``tiny`` is for tests; ``byte`` reads bytes, ``byte_shallow`` has half of its layers; ``seed_xl`` has
-171,098,880 parameters in 147 tensors."""
+"""Named sizes. ``tiny`` is for tests; ``byte`` reads bytes; ``seed_xl`` has 171,098,880 parameters in 147 tensors."""
 
 
 def config_of(name_or_config: str | TransformerConfig) -> TransformerConfig:

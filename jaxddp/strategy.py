@@ -4,8 +4,7 @@
     layout(params, optimizer, ranks, ...)      which parameters and which optimizer state are shards
     full(loss, layout)                         what the loss reads: itself, or with an all-gather in each layer
     reduce(grads, plan, layout, divisor)       this rank's gradients -> mean gradients, bucket by bucket
-    update(grads, opt_state, params, plan, layout, value)
-                                               the optimizer on full parameters; or on shards, then an all-gather
+    update(grads, opt_state, params, ...)      the optimizer on full parameters; or on shards, then an all-gather
 
 ``training/step.py`` calls them in this order. What others need to know of a strategy is in its plan and its layout.
 """
@@ -27,13 +26,10 @@ from .tree import merge, named_leaves, split
 
 
 class Optimizer(NamedTuple):
-    """An optimizer of what a rank updates.
-
-    ``step`` takes ``(gradients, state, parameters, value, full)`` to ``(updated parameters, next state)``; ``value`` is
-    the loss, ``full`` the full parameters where every rank has them beside its shards.
-    """
+    """An optimizer of what a rank updates."""
 
     init: Callable[[Any], Any]  # parameters -> its state
+    # (gradients, state, parameters, loss, full parameters if every rank has them) -> (updated parameters, next state)
     step: Callable[..., tuple[Any, Any]]
 
 
@@ -78,8 +74,7 @@ class Layout:
     grad_dtype: Any = None  # in which gradients are added up and summed over ranks; each parameter's own if None
     trainable: Callable[[str], bool] | None = None  # predicate on a parameter's name; None trains all
     owners: Any = None  # which rank owns which parameter, where whole ones have owners (``zero/owners.py``)
-    # By name:
-    # How parameters that are shards between steps are cut, and those that are updated by shards:
+    # By name: how parameters that are shards between steps are cut, and those that are updated by shards:
     held = cached_property(
         lambda self: {name: leaf.cut for name, leaf in named_leaves(self.params).items() if leaf.cut}
     )
@@ -169,10 +164,7 @@ def on_blocks(strategy: Strategy, layout: Layout) -> Strategy:
 
 
 def without_communication(strategy: Strategy) -> Strategy:
-    """The strategy with its communication removed: every rank takes its own part for the sum.
-
-    It trains wrong. Exposed communication is the time of a step minus that of the same step without communication.
-    """
+    """The strategy with its communication removed, to be timed: every rank takes its own part for the sum."""
     return strategy._replace(
         full=lambda loss, layout: silent()(strategy.full(loss, layout)),
         reduce=silent()(strategy.reduce),

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ..arguments import check_integer, check_positive
-from ..communication.buckets import describe_collectives
+from ..communication.buckets import MIB
 from ..plugins import import_jax
 from ..processes.job import find_job, print_line
 from ..sizes import SIZES
+from ..table import count_kinds
 from ..training.clock import stopwatch, summarize
 from ..training.data import Corpus
 from .launch import launch
@@ -259,9 +260,10 @@ def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None
 
 def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
     """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
-    said = f"{describe_collectives(found)}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
+    wanted, said = (f"{count_kinds(of)}, {sum(size for _, size in of) / MIB:.1f} MiB" for of in (planned, found))
+    said = f"{said}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
     return [
-        f"collectives  planned {describe_collectives(planned)}; {how}: {said}",
+        f"collectives  planned {wanted} per step; {how}: {said}",
         f"step time    {summarize([one.seconds for one in reports])}",
         f"throughput   {_tokens_per_s(options, reports)} ({options.batch_size} x {options.config.context} per step)",
     ]

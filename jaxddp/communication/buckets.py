@@ -1,7 +1,7 @@
 """Which gradients are reduced together, in which order, and who owns whole parameters. Both packages use this file.
 
-A plan is made from names, shapes and dtypes alone, before any array exists. Tensors come in the order in which the
-backward finishes their gradients; buckets close as they fill; a tensor is never split; a bucket holds one dtype.
+Tensors come in the order in which the backward finishes their gradients; buckets close as they fill; a tensor is never
+split; a bucket holds one dtype.
 
 References:
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020 (section 4.2).
@@ -10,7 +10,6 @@ References:
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,10 +17,8 @@ from typing import Literal, NamedTuple
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
-# Cap of all-reduces from the third on: 11 calls for a large model, where DDP's caps make 34 (seed_xl) to 243 (xl).
-DEFAULT_SHARE = 1 / 8
-# Until there, of a cap to the one before: the network is not idle while the first of the large buckets fills.
-DEFAULT_GROWTH = 4
+DEFAULT_SHARE = 1 / 8  # cap of all-reduces: 11 calls for a large model, where DDP's make 34 (seed_xl) to 243 (xl)
+DEFAULT_GROWTH = 4  # of caps until there: the network is not idle while the first of the large buckets fills
 
 BucketMb = float | Sequence[float] | Literal["default"] | None
 Rule = Literal["before", "torch"]
@@ -99,8 +96,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Groups tensors into buckets of at most ``bucket_mb`` MiB.
 
-    A tensor larger than the cap gets its own bucket. Each dtype fills its own bucket, and buckets are launched in the
-    order in which their last tensor is ready. Tensors without elements are left out.
+    A larger tensor gets its own bucket, each dtype fills its own, and tensors without elements are left out. Buckets
+    are launched in the order in which their last tensor is ready.
 
     Args:
         tensors: In the order in which their gradients become ready.
@@ -145,9 +142,8 @@ def plan_all_reduces(
 ) -> BucketPlan:
     """``plan_buckets`` with default caps that grow with the model, for ``bucketed``.
 
-    They are PyTorch's 1 and 25 MiB for the first two buckets, so that communication starts early, and then four times
-    the one before, up to an eighth of all gradients' bytes or 25 MiB. With ``rule="torch"`` the default is PyTorch's.
-    ZeRO keeps to ``plan_buckets``: it copies its buckets, and large copies take memory.
+    They are PyTorch's 1 and 25 MiB for the first two buckets, and then four times the one before, up to an eighth of
+    all gradients' bytes or 25 MiB; PyTorch's with ``rule="torch"``. ZeRO copies its buckets, so it keeps small ones.
     """
     tensors = list(tensors)
     if bucket_mb == "default" and rule == "before":
@@ -160,17 +156,7 @@ def plan_all_reduces(
 
 def plan_per_tensor(tensors: Iterable[TensorSpec], *, after_backward: bool = False) -> BucketPlan:
     """Plans one bucket per tensor, in the given order; raises as ``plan_buckets``."""
-    # No tensor has less than a byte.
-    return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)
-
-
-def describe_collectives(collectives: Sequence[tuple[str, int]]) -> str:
-    """Counts collectives by kind, given as ``(kind, bytes)``, such as ``"2 all-reduces, 1.5 MiB per step"``."""
-    if not collectives:
-        return "none"
-    counts = Counter(kind for kind, _ in collectives)
-    kinds = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
-    return f"{kinds}, {sum(num_bytes for _, num_bytes in collectives) / MIB:.1f} MiB per step"
+    return plan_buckets(tensors, 1 / MIB, after_backward=after_backward)  # no tensor has less than a byte
 
 
 def dtype_bytes(dtype: str) -> int:

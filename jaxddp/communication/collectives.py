@@ -15,17 +15,12 @@ buffer; nccl-tests multiplies S / time by the ``bus factor``, to compare with th
 Sums are in the dtype of ``x``. Under ``check_vma=True`` the results of `all_reduce` and `broadcast` may leave
 `jax.shard_map` under ``out_specs=P()``; those of the others may not.
 
-Between processes on CPUs XLA uses Gloo, and others take the place of two of its collectives. In its reduce-scatter,
-Gloo sends from a buffer while it writes this rank's result to the front: of large chunks, rank 0 may receive another
-rank's result as its part, without any error (jaxlib 0.10). An all-to-all whose parts the receiver sums is right.
-On the one connection of two processes, Gloo sends no data before the peer has announced its receive. What posts its
-send first makes that announcement wait behind the data: an all-to-all takes twice, an all-gather 1.5 times as long as
-an all-reduce, which posts receives first. So two ranks exchange by an all-reduce of their bits.
+Between processes on CPUs XLA uses Gloo, whose reduce-scatter gives rank 0 wrong parts of large chunks, without an error
+(https://github.com/jax-ml/jax/issues/40830): an all-to-all replaces it. Between two ranks, an all-reduce of their bits
+is faster than what exchanges them (https://github.com/jax-ml/jax/issues/40831).
 
 References:
-    NVIDIA, `nccl-tests, Performance reported by NCCL tests
-    <https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md>`_
-    https://github.com/jax-ml/jax/issues/40830 and https://github.com/jax-ml/jax/issues/40831
+    NVIDIA, nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,11 +123,8 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool = False) -> jax.Array:
     """Concatenates the ranks' arrays along dimension 0, which ``x`` must have; every rank gets the full array.
 
-    ``equal`` declares the result equal on all ranks for ``check_vma=True``, so that it may leave ``shard_map`` under
-    ``P()``. Its transpose is then no longer a reduce-scatter: the gradient is one rank's.
-
-    ``as_bits`` sends bfloat16 as integers, without a derivative: XLA for CPUs would convert it to float32, which a sum
-    needs and a gather does not.
+    ``equal`` declares the result equal on all ranks for ``check_vma=True``; its gradient is then one rank's.
+    ``as_bits`` sends bfloat16 as integers, without a derivative: XLA for CPUs would send float32.
     """
     num_ranks = lax.axis_size(axis)
     length_of_chunk(x.shape, 1)
@@ -173,10 +165,8 @@ _swap.defvjp(lambda x, axis: (_swap(x, axis), None), lambda axis, _, gradient: (
 
 
 def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
-    """Gives every rank the root's array, by an all-reduce of zeros but for the root's; -0.0 may arrive as 0.0.
-
-    XLA has a broadcast on GPUs only, and ``check_vma=True`` accepts no other way's result as equal on all ranks.
-    """
+    """Gives every rank the root's array, by an all-reduce of zeros but for the root's; -0.0 may arrive as 0.0."""
+    # XLA has a broadcast on GPUs only, and ``check_vma=True`` accepts no other way's result as equal on all ranks.
     check_root(root, lax.axis_size(axis))
     from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
     return lax.psum(from_root, axis).astype(x.dtype)

@@ -132,9 +132,9 @@ def test_errors_name_the_value_and_the_rule():
         ([(0, 4)], "must name ranks from 0 to below num_ranks (=4)"),
         ([(0, 0.5)], "must name ranks from 0 to below num_ranks (=4)"),
         ([(-1, 0)], "must name ranks from 0 to below num_ranks (=4)"),
-        ([(0, 1), (0, 2)], "must send at most once from each rank"),
+        ([(0, 1), (0, 2)], "must send at most once from each rank, and to each"),
         (iter([(0, 1)]), "must be a sequence of pairs, (from rank, to rank)"),
-        ([(0, 1), (2, 1)], "must send at most once to each rank"),
+        ([(0, 1), (2, 1)], "must send at most once from each rank, and to each"),
     ):
         found = refusal(on_ranks, lambda x, axis, pairs=pairs: send_recv(x, axis, pairs), x)
         assert rule in found

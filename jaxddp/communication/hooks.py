@@ -1,8 +1,7 @@
 """Communication hooks: how ``bucketed`` sums a bucket over ranks, as in PyTorch's DDP.
 
 A hook is a function ``(buffer, axis) -> the buffer's sum over the ranks``, of the same shape and dtype, without state.
-What it communicates is read off its trace, so the plan lists it. ``bf16`` loses all but 8 bits of each summand and of
-their sum; ``fp16`` all but 11 bits, and what is below 6e-8 or, in the mean, above 65504.
+``bf16`` keeps 8 bits of each summand and of the sum; ``fp16`` 11 bits, and means from 6e-8 to 65504.
 """
 
 from collections.abc import Callable

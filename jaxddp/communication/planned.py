@@ -1,7 +1,4 @@
-"""What a step should communicate, as compiled programs list it: its plan, and what the traced loss calls itself.
-
-The latter are in no bucket plan: gathers and scatters of zero3's units, and the loss function's own collectives.
-"""
+"""What a step should communicate, as compiled programs list it: its plan, and what the traced loss calls itself."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,17 +13,10 @@ from .buckets import Bucket, BucketPlan, bucket_width, dtype_bytes, tpu_width
 from .collectives import kind_of
 from .traces import CONSTANT, VARIES, ZERO, follow
 
-_KINDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum_scatter": "reduce-scatter",
-    "psum": "all-reduce",  # of shards, along the replicas; over Gloo also what two ranks exchange
-    "psum_invariant": "all-reduce",  # its name under check_vma
-    "all_to_all": "all-to-all",  # replaces a reduce-scatter over Gloo
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "ppermute": "collective-permute",
-}
+# By JAX's primitives. A psum is that of shards along the replicas, or over Gloo what two ranks exchange.
+_KINDS = dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce")  # the second is under check_vma
+_KINDS |= {name.replace("-", "_"): name for name in ("all-gather", "reduce-scatter", "all-to-all")}
+_KINDS["ppermute"] = "collective-permute"
 
 
 class Planned(NamedTuple):

@@ -5,9 +5,8 @@
     total[k]  = sum over ranks of buffer[k]       an all-reduce or a reduce-scatter, in flight until it is used
     mean[k]   = total[k] / divisor                after every bucket is packed and mean[k-1] was squared
 
-XLA keeps only the order that data dependencies require. Divided earlier, a bucket would make the backward wait for the
-network. One after another, buckets are updated as they arrive, while later ones are in flight. Where B must not start
-before A has ended, B uses a zero that XLA cannot fold; it must be used, or XLA drops it, and the order:
+Divided earlier, a bucket would make the backward wait for the network. XLA keeps only the order that data dependencies
+require. Where B must not start before A has ended, B uses a zero that XLA cannot fold:
 
     a, token = order_token(a)        token = 0, available when a is
     b = b + token                    what uses b waits for a
@@ -27,8 +26,7 @@ from .buckets import MIB, Bucket, BucketPlan
 from .collectives import Axis, joins_arrays, varying
 
 _SMALL = 16_384  # elements of a tensor, on average over its bucket
-# Bytes from which a tensor is sent as it is. The copy of a smaller one takes an H100 less than a microsecond.
-LARGE_BYTES = MIB
+LARGE_BYTES = MIB  # from which a tensor is sent as it is; to copy a smaller one takes an H100 less than 1 us
 MAX_JOINED = 256  # arrays in one all-reduce: XLA's limit
 
 
@@ -90,8 +88,7 @@ def reduce_buckets(
 ) -> Means:
     """Sums this rank's gradients over ranks as planned, and divides them; those not planned are equal on all ranks.
 
-    ``number`` is that of the micro-batch, where each one is reduced: then at most two buckets are in flight, which
-    saves memory, since one arrives while the next one fills.
+    ``number`` is that of the micro-batch, where each one is reduced: to save memory, at most two buckets are in flight.
     """
     if plan.after_backward:
         grads = lax.optimization_barrier(dict(grads))
@@ -173,9 +170,6 @@ def check_grads(grads: Mapping[str, jax.Array], plan: BucketPlan, axis: Axis) ->
 
 
 def order_token(values: Any, number: jax.typing.ArrayLike = 0) -> tuple[Any, jax.Array]:
-    """Gives arrays, to be used instead of these, and a scalar 0 that is available no earlier.
-
-    Equal arrays are not merged if their numbers differ.
-    """
+    """Gives arrays, to be used instead, and a scalar 0 available no earlier; other numbers keep equal ones apart."""
     values, hidden = lax.optimization_barrier((values, jnp.int32(number) if isinstance(number, int) else number))
     return values, hidden - number

@@ -1,7 +1,6 @@
 """The ring algorithms, built from sends to the right-hand neighbour only.
 
-This is what a library does inside one all-reduce: the array is cut into N chunks, and in each step every one of the N
-ranks sends one chunk to rank + 1 and receives one from rank - 1, so all links are busy. S is the bytes of the array:
+The array of S bytes is cut into N chunks; in each step every rank sends one to rank + 1 and receives one from rank - 1:
 
 | function            | steps = sends | bytes sent per rank       |
 |---------------------|---------------|---------------------------|
@@ -9,12 +8,11 @@ ranks sends one chunk to rank + 1 and receives one from rank - 1, so all links a
 | ring_all_gather     | N - 1         | (N-1)/N S                 |
 | ring_all_reduce     | 2 (N-1)       | 2 (N-1)/N S, S padded     |
 
-Each send is one collective-permute in the compiled program. Sums are formed in ring order, in the dtype of the array.
-Under ``check_vma=True`` the results count as different on every rank.
+Each send is a collective-permute. Sums are formed in ring order, in the dtype of the array; under ``check_vma=True``
+the results count as different on every rank.
 
 References:
-    Patarasuk and Yuan, `Bandwidth optimal all-reduce algorithms for clusters of workstations
-    <https://doi.org/10.1016/j.jpdc.2008.09.002>`_, 2009
+    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
 """
 
 import jax
@@ -42,8 +40,7 @@ def ring_reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
 def ring_all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Concatenates the ranks' ``[k, ...]`` along dimension 0 in N - 1 steps; every rank gets ``[N k, ...]``."""
     num_ranks, rank = lax.axis_size(axis), lax.axis_index(axis)
-    chunk_length = length_of_chunk(x.shape, 1)
-    chunk = x
+    chunk, chunk_length = x, length_of_chunk(x.shape, 1)
     chunks = lax.dynamic_update_index_in_dim(jnp.zeros((num_ranks, *x.shape), x.dtype), chunk, rank, axis=0)
     for step in range(1, num_ranks):
         chunk = send_recv(chunk, axis, _to_the_right(num_ranks))

@@ -1,8 +1,7 @@
 """How tensors are cut into shards: rank r of N holds part r of each.
 
-A tensor is cut along the first dimension that N divides, so that a shard is an ordinary slice and all shards together
-are the tensor itself, laid over the ranks by a ``PartitionSpec``. Where N divides no dimension, the tensor is flattened
-and padded with zeros to N chunks of c = ceil(n / N).
+A tensor is cut along the first dimension that N divides, so that all shards together are the tensor itself. Where N
+divides none, it is flattened and padded with zeros to N chunks of c = ceil(n / N).
 
     tensor        shard on each rank       all shards as one array
     ------------  -----------------------  ------------------------------------------

@@ -43,7 +43,6 @@ _KEEP_ZERO = frozenset(  # zeros if all inputs are
     "add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy neg pad psum pvary"
     " reduce_scatter reduce_sum reshape rev slice split squeeze sub transpose".split()
 )
-_ZERO_OF_A_ZERO = ("mul", "dot_general")
 _NEVER_CONSTANT = frozenset("optimization_barrier pure_callback io_callback ffi_call".split())
 _CALLS = TRANSPARENT - {CHECKPOINT, "checkpoint"}  # XLA sees no constants through the barriers of a checkpoint
 
@@ -112,10 +111,7 @@ class Value(NamedTuple):
 
 
 def expressions(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """The outputs of a traced program for its inputs. Equal expressions have equal numbers, also in other traces.
-
-    Element-wise operations, and what broadcasts one number, count without shapes, all others with them.
-    """
+    """A program's outputs. Equal expressions have equal numbers, in any trace; element-wise ones have no shapes."""
 
     def constant(value: Any, atom: Any) -> Value:
         aval, is_key = atom.aval, jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
@@ -192,38 +188,27 @@ class GradientTrace(NamedTuple):
 def trace_gradients(
     grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
 ) -> GradientTrace:
-    """Traces the computation of gradients on one rank, without those named in ``reduced``: the backward reduces these.
-
-    ``has_aux``: whether ``grad_fn`` returns the gradients and something else.
-    """
+    """Traces one rank's gradients, with ``has_aux`` beside others, without those that the backward has ``reduced``."""
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
     # Among the trace's outputs, gradients come first.
     timed = enumerate(zip(specs, finishing_times(program), strict=not has_aux))
     found = {output: pair for output, pair in timed if pair[0].name not in reduced}
     constants = {output: spec for output, (spec, time) in found.items() if time is None or not spec.num_elements}
-    # The last comes first where times are equal.
-    ready = sorted(
-        (output for output in reversed(found) if output not in constants), key=lambda one: found[one][1] or 0
-    )
+    changing = [output for output in reversed(found) if output not in constants]  # the last first at equal times
+    ready = sorted(changing, key=lambda output: found[output][1] or 0)
     return GradientTrace({output: found[output][0] for output in ready}, constants, program, result)
 
 
 def describe_results(trace: GradientTrace) -> str:
-    """Describes what processes must agree on beside the plan: shapes of results, and the values of constant gradients.
-
-    Other shapes would make them wait for each other; constant gradients are not sent, so ranks would differ.
-    """
+    """What processes must agree on beside the plan: shapes of results, and constant gradients, which are not sent."""
     values = expressions(trace.program, [Value(place) for place in range(len(trace.program.in_avals))])
     described = [*map(str, trace.program.out_avals), *(values[output] for output in sorted(trace.constants))]
     return f"checksum {zlib.crc32(str(described).encode()):08x}"
 
 
 def finishing_times(program: core.ClosedJaxpr) -> list[int | None]:
-    """Finds how many operations come before each output of a traced program.
-
-    None if it is constant, because it depends on no input, nor on the rank, the device or the host.
-    """
+    """How many operations come before each output; None if it depends on no input, rank, device or host."""
     clock = 0
 
     def rule(equation: Any, times: list[int | None]) -> list[int | None]:
@@ -263,7 +248,7 @@ def follow(
         result = VARIES if name in _NEVER_CONSTANT else min(operands, default=CONSTANT)
         if result == ZERO and name not in _KEEP_ZERO:
             result = CONSTANT
-        if name in _ZERO_OF_A_ZERO and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
+        if name in ("mul", "dot_general") and ZERO in operands or name == "dynamic_slice" and operands[0] == ZERO:
             result = ZERO  # a slice wherever it starts
         return [result] * len(equation.outvars)
 

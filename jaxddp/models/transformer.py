@@ -46,11 +46,9 @@ def rotate(x: jax.Array, tables: tuple[np.ndarray, np.ndarray]) -> jax.Array:
 
 
 class _Linear(nnx.Linear):
-    """A linear layer that joins every dim but the last before it multiplies.
+    """A linear layer that joins every dim but the last before it multiplies."""
 
-    The kernel's gradient would contract two dims at once, for which XLA:CPU has no fast product: a step is 1/5 slower.
-    """
-
+    # The kernel's gradient would contract two dims at once, for which XLA:CPU has no fast product: 1/5 slower.
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         return super().__call__(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
 
@@ -146,8 +144,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def build(name_or_config: str | TransformerConfig, seed: int = 0) -> tuple[Loss, Params]:
     """Makes a model's loss function, ``(params, batch)`` to the mean loss, and initial parameters in float32.
 
-    ``name_or_config`` is a name in ``SIZES``, or sizes. Parameters are nested dictionaries; a batch is integers,
-    ``{"tokens", "targets": [batch, length]}``.
+    Parameters are nested dictionaries; a batch is integers, ``{"tokens", "targets": [batch, length]}``.
     """
     return _functional(Transformer(config_of(name_or_config), rngs=nnx.Rngs(seed)))
 

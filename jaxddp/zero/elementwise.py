@@ -1,8 +1,7 @@
 """Tests whether an optimizer may run on shards: traced on full parameters and on shards, it must be one computation.
 
 Element i of an update may depend on elements i of gradient, parameter and state, and on numbers that are equal on all
-ranks, such as counts, learning rates and the loss. In the ``expressions`` of a trace, only element-wise operations, and
-numbers that are broadcast, count without their shapes: sums, products, sorts, ramps and noise differ on shards.
+ranks, such as counts and the loss. In the ``expressions`` of a trace, sums, sorts, ramps and noise differ on shards.
 """
 
 import math
@@ -19,12 +18,6 @@ from ..communication.traces import Value, expressions
 from ..ddp import mirrored
 from ..layout import Leaf
 from ..tree import named_leaves
-
-_REFUSAL = (
-    "optimizer must be element-wise to be sharded: on shards, {}; use a strategy that keeps the optimizer whole, or"
-    " zero1(shard='leaves'); to clip by the global norm, set max_grad_norm, to leave out steps that are not finite,"
-    " nonfinite='skip', and to choose parameters, go by path, or by ndim > 1"
-)
 
 
 def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
@@ -50,10 +43,7 @@ def shard_state(optimizer: optax.GradientTransformation, updated: Any) -> Any:
 
 
 def describe_update(optimizer: optax.GradientTransformation, params: Any, axis_env: list[Any]) -> str:
-    """Describes what an optimizer computes, its numbers included, as text that all processes can compare.
-
-    ``params`` are the full trainable ones, ``axis_env`` the names and sizes of the mesh axes whose ranks call it.
-    """
+    """What an optimizer computes of full ``params``, as text; ``axis_env``: names and sizes of the ranks' mesh axes."""
 
     def first_step(grads: Any, params: Any, value: Any) -> Any:
         state = optimizer.init(params)
@@ -102,4 +92,9 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise ValueError(_REFUSAL.format(str(error).splitlines()[0])) from error
+        raise ValueError(
+            f"optimizer must be element-wise to be sharded: on shards, {str(error).splitlines()[0]}; use a strategy"
+            " that keeps the optimizer whole, or zero1(shard='leaves'); to clip by the global norm, set max_grad_norm,"
+            " to leave out steps that are not finite, nonfinite='skip', and to choose parameters, go by path, or by"
+            " ndim > 1"
+        ) from error

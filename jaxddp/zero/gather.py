@@ -3,10 +3,9 @@
     forward    shards of a unit, packed [width]  -> all-gather      -> [N, width] -> full parameters
     backward   full gradients -> [N, width]      -> reduce-scatter  -> [width]    -> gradients of the shards
 
-At most three units' parameters are gathered, or wait for their scatter, at a time; with two, a gather that takes longer
-than the unit it runs beside would be waited for. XLA may start the gathers of later units at once, or let the backward
-run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order token (``communication/reduction.py``)
-makes unit u wait for unit u - 3, and its gradient orders the backward:
+At most three units' parameters are gathered, or wait for their scatter, at a time. XLA may start the gathers of later
+units at once, or let the backward run ahead of a reduce-scatter, and keep full tensors alive meanwhile. So an order
+token (``communication/reduction.py``) makes unit u wait for unit u - 3, and its gradient orders the backward:
 
     forward    shards of u           wait for  results of u - 3             so its gather runs beside u - 2 and u - 1
     backward   gradients into u - 3  wait for  scattered gradients of u     so its scatter runs beside u - 1 and u - 2
@@ -68,10 +67,8 @@ def gather(
 ) -> tuple[list[Any], list[Any]]:
     """Gathers the parameters that a program takes at these places, by one all-gather per dtype.
 
-    The transpose is one reduce-scatter per dtype. In the backward, no gradient is used before all are computed.
-    Otherwise XLA computes the gradients of activations first, for all units, and keeps alive what those of parameters
-    still need. What has no gradient stays out of that barrier. Returns the full parameters, and the ``others``, which
-    a unit takes beside them.
+    The transpose is one reduce-scatter per dtype. Returns the full parameters, and the ``others``, which a unit takes
+    beside them.
     """
     quiet = silent if is_silent() else contextlib.nullcontext  # the backward is traced later, outside of the block
     dtypes, narrow = [shard.dtype for shard in shards], _cast(program, places)
@@ -111,7 +108,8 @@ def gather(
             None if wants is None or isinstance(grad, SymbolicZero) else grad
             for wants, grad in zip(wanted, itertools.chain(*grads), strict=True)
         ]
-        if others:  # without any, the gradients are all that there is to compute
+        # Else XLA computes the gradients of activations first, for all units, and keeps what those of parameters need.
+        if others:
             found = lax.optimization_barrier(found)
         return by_group(_reduce_scatter, found[: len(shards)], of_full, of_shards), found[len(shards) :]
 
@@ -175,10 +173,7 @@ class Order:
 
 
 def in_order(order: Order, unit: Callable[..., tuple[list[Any], Any]], shards: list[jax.Array]) -> list[Any]:
-    """Runs a unit, ``shards -> (results, early)``, whose shards wait for the results of the third last one.
-
-    ``early`` is None if the backward does not gather for it. What the unit leaves is added to ``order``.
-    """
+    """Runs a unit, ``shards -> (results, early or None)``, whose shards wait for the results of the third last one."""
     token, early = order.tokens[-3], order.early
     if order.of_loop is not None:
         shards, order.of_loop = _on_floats(_give_back, shards, order.of_loop)[0], None
@@ -202,9 +197,8 @@ def after_loop(order: Order, carry: list[Any]) -> list[Any]:
 def computed_again(compute: Callable[..., list[Any]], policy: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
     """A unit of which the backward gathers the parameters again, and computes what the forward has not kept.
 
-    The barrier of ``jax.checkpoint`` makes all inputs of a backward wait for each other, the shards for the gradients
-    of the results too. Here they wait for the gradient of ``early`` alone, which the next unit gives as it begins.
-    ``compute(inputs)`` gives results, and what this returns ``(results, early)``.
+    The barrier of ``jax.checkpoint`` would make the shards wait for the gradients of the results. Here they wait for
+    the gradient of ``early`` alone, which the next unit gives as it begins: a unit is ``inputs -> (results, early)``.
     """
     checkpointed = jax.checkpoint(compute, policy=policy, prevent_cse=False)
 

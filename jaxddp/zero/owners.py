@@ -20,8 +20,7 @@ gradients on the ranks that own their parameters, and return updated parameters:
 
     calls per step: two all-to-alls for each dtype, three with a ``compute_dtype``; each sends about 1/N of Psi
 
-The optimizer is traced once, for all parameters, so masks, labels and noise are those of one device; branch r is the
-part of the trace that rank r's parameters need.
+The optimizer is traced once, for all parameters; branch r is the part of the trace that rank r's parameters need.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class LeafOwners:
     def __init__(self, optimizer: optax.GradientTransformation, params: Any, num_ranks: int) -> None:
         """Assigns owners of the trainable ``params``, a tree of full arrays or ``jax.ShapeDtypeStruct``.
 
-        Refuses an optimizer if an update or a leaf of its state depends on several parameters, also by a loop over
-        several, which is one operation.
+        Refuses an optimizer if an update or a leaf of its state depends on several parameters, as in a loop over them.
         """
         self.num_ranks, self._optimizer = num_ranks, optax.with_extra_args_support(optimizer)
         self._params = jax.eval_shape(lambda tree: tree, params)
@@ -120,10 +118,7 @@ class LeafOwners:
     def update(
         self, axis: str, grads: Any, state: OwnedState, params: Any, value: jax.Array, full: Any = None
     ) -> tuple[Any, OwnedState]:
-        """Updates parameters on their owners, where ``full`` is a tree of the full ones if every rank has them.
-
-        ``grads`` and ``params`` are trees of this rank's shards, as is what it returns beside the next state.
-        """
+        """Takes trees of this rank's shards, and gives one; ``full`` has the full ones if every rank has them."""
         program, shared = self._update(value.dtype), self._by_name(state.shared)
         grad_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(grads)))
         param_rows = self._swap(axis, self._leaves.pack_shards(named_leaves(params))) if full is None else {}
@@ -143,10 +138,7 @@ class LeafOwners:
         return like(params, shards), OwnedState(self.shared(compute(None, {}, shared, {})[1]), owned)
 
     def on_host(self, state: OwnedState, fetch: Callable[[Any], np.ndarray]) -> Any:
-        """Unpacks a state over all ranks to one that ``init`` of the optimizer makes; what has owners is NumPy arrays.
-
-        ``fetch`` copies a buffer ``[N * width]`` to the host.
-        """
+        """Unpacks a state over all ranks to the optimizer's own; ``fetch`` copies a buffer ``[N * width]`` to NumPy."""
         rows = {dtype: fetch(buffer).reshape(self.num_ranks, -1) for dtype, buffer in state.owned.items()}
         found = self._by_name(state.shared)
         for owner in range(self.num_ranks):

@@ -17,14 +17,13 @@ runs, drops them, and gathers them again in the backward; the transpose of a gat
                           g[r] = row r of the sum over ranks of dp                     reduce-scatter, drop dp
     update                p[r] += optimizer(g[r] / N, state[r], p[r])
 
-    gathers per step, U units: 2U - 1 in a loop, where the last unit keeps its parameters; 2U under a scan;
-                               less one for each unit whose backward needs no parameters, such as an embedding
+    gathers per step, U units: 2U - 1 in a loop, 2U under a scan; less one for each unit such as an embedding, whose
+                               backward needs no parameters
     bytes sent per rank:       3 (N-1)/N * parameter bytes, less those that are gathered once
 
 The loss is traced on full parameters, and every unit is one operation of the trace. Run on shards, units gather theirs,
 loops over a stack take rows of its shards, and parameters that anything else uses are gathered before the forward.
-A unit saves results of matrix products, or what a checkpoint of the user's in it saves. The last unit of a loss, or of
-a checkpoint around it, keeps what it gathered, since the backward begins there.
+The last unit of a loss, or of a checkpoint around it, keeps what it gathered, since the backward begins there.
 
 References:
     Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, arXiv:2304.11277.
@@ -63,10 +62,7 @@ def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") ->
 
     Args:
         min_shard_elements: Parameters with fewer elements stay full on every rank; their gradients are all-reduced.
-        bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``.
-
-    Raises:
-        ValueError: If a number is out of range.
+        bucket_mb: Cap of the buckets of replicated gradients; see ``plan_buckets``, which raises as this does.
     """
     least = max(check_integer("min_shard_elements", min_shard_elements, least=0), 1)
     plan_buckets([], bucket_mb)  # refuses a bad cap now, not at the first step
@@ -77,14 +73,11 @@ def zero3(*, min_shard_elements: int = 4096, bucket_mb: BucketMb = "default") ->
 def layout_params(
     least: int, params: Any, optimizer: Any, ranks: Ranks, trainable: Callable[[str], bool] | None = None
 ) -> Layout:
-    """Every rank has a shard of each large parameter, and updates what it has.
-
-    Dimension 0 is cut last: the parameter may be a stack of layers, of which one row is gathered at a time.
-    """
+    """Every rank has a shard of each large parameter, and updates what it has."""
 
     def held(leaf: Leaf) -> Leaf:
-        is_small = math.prod(leaf.block) < least
-        dims = range(len(leaf.shape))
+        is_small, dims = math.prod(leaf.block) < least, range(len(leaf.shape))
+        # Dimension 0 is cut last: a parameter may be a stack of layers, of which one row is gathered at a time.
         return leaf if is_small else cut_leaf(leaf, ranks.num_shards, [*dims[1:], *dims[:1]])
 
     updated = jax.tree.map(held, params)
@@ -140,13 +133,12 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function as one unit of a model, whose parameters ``zero3`` gathers, uses and drops.
 
     Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them; inside of ``lax.cond``,
-    ``lax.switch`` and ``lax.while_loop`` it marks nothing. Other strategies, and calls outside of a trainer, run ``fn``
-    as it is. With ``jax.checkpoint``, inside or around, only the unit's inputs are saved.
+    ``lax.switch`` and ``lax.while_loop`` it marks nothing. Other strategies run ``fn`` as it is. A unit saves results
+    of matrix products for the backward; with ``jax.checkpoint``, inside or around, only its inputs.
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
-            unchanged, or what ``lax.scan`` takes of a stack. What it changes in variables of Flax NNX is kept; what it
-            adds to its arguments is refused.
+            unchanged, or what ``lax.scan`` takes of a stack. What it changes in variables of Flax NNX is kept.
 
     Example:
         >>> import jax.numpy as jnp
@@ -194,10 +186,7 @@ def _write(args: Any, changed: Mapping[int, Any]) -> None:
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
-    """The places of the parameters that are used by anything but units.
-
-    ``stacked``: in how many leading dimensions an input is a stack of shards; None if it is no shard.
-    """
+    """The places of shards that anything but units uses, given their ``stacked_dims``; None for what is no shard."""
     outside: set[int] = set()
     inputs = [None if dims is None else place for place, dims in enumerate(stacked)]
 

@@ -14,9 +14,7 @@
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
 Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
-micro-batch and adds up shards: 4 Psi / N and the two buckets in flight, for A reduce-scatters.
-
-    calls per step: two per bucket, stage 2: A + 1        bytes sent per rank: 2 or A + 1 times (N-1)/N parameter bytes
+micro-batch and adds up shards: calls per bucket, and bytes sent in (N-1)/N Psi, are 2 or A + 1.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
@@ -63,10 +61,7 @@ def zero1(bucket_mb: BucketMb = "default", *, shard: Part = "elements") -> Strat
 
 @register
 def zero2(bucket_mb: BucketMb = "default", *, shard: Part = "elements") -> Strategy:
-    """``zero1`` that keeps only shards of gradients between micro-batches, with at most two buckets in flight.
-
-    Arguments are those of ``zero1``.
-    """
+    """``zero1`` that keeps only shards of gradients between micro-batches, with at most two buckets in flight."""
     return _strategy("zero2", bucket_mb, shard, each_microbatch=True)
 
 
