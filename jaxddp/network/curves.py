@@ -1,24 +1,22 @@
 """How long a collective takes: by measured curves, or by two assumed numbers, bandwidth per rank and latency per call.
 
-For S bytes over N ranks that each send W bytes per second, with ring algorithms and one latency o per all-reduce:
+For S bytes over N ranks that each send W bytes per second, with rings (Patarasuk and Yuan, JPDC 2009) and a latency o:
 
     all-reduce        o   + 2 (N-1)/N S/W          collective-permute    o/2 + S/W
     reduce-scatter    o/2 +   (N-1)/N S/W          all-to-all            o/2 + (N-1)/N S/W
     all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
 
-A group that spans H hosts with n ranks each communicates within hosts first, the formula with n, S and the link's W,
-then between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once,
-and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
+A group of n ranks on each of H hosts communicates within hosts first, the formula with n, S and the link's W, then
+between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once, and
+the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
-Times measured within a host (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table
-the nearest row's rate is taken. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts,
-and the latency L between hosts. An all-reduce is a tree of hosts, the others one ring of all ranks:
+Measured times (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table the nearest
+row's rate counts. Over hosts NCCL uses both levels at once, with a tree of hosts or, for others, one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
 
-A measured fabric has a table in place of this formula; over other numbers of hosts its times grow as the formula's
-bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
+A measured fabric has a table in place of this; over other numbers of hosts its times grow as these bytes do.
 """
 
 import math

@@ -1,11 +1,10 @@
-"""Published peak numbers of accelerators, by name, and target specs.
-
-Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. A target is a chip and a count, by hosts:
+"""Published peak numbers of accelerators, by name, and target specs: a chip and a count, by hosts.
 
     ``h100:8``     one host of 8 GPUs joined by NVLink
     ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``
     ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
+
+Numbers are dense, without structured sparsity; those of links are of one direction. A B200 is the SXM module of 1000 W.
 """
 
 import re
@@ -20,8 +19,7 @@ class Chip:
     name: str
     device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
     platform: str  # "gpu" or "tpu", as in JAX
-    # published peaks by dtype: "float32" of the vector units, others of the matrix units
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float]  # peaks by dtype: "float32" of the vector units, others of the matrix units
     memory_bytes_per_s: float
     memory_bytes: int
     link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)

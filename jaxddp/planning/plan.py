@@ -75,7 +75,11 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     workload, target, network = job.workload, job.target, job.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
-    tokens = _tokens(job, least)
+    if (tokens := job.tokens) is None:  # the smallest compute-bound batch, in whole sequences
+        if math.isinf(least):
+            raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
+        step_tokens = 1 if job.sequence_length == 1 else job.least_tokens
+        tokens = max(math.ceil(least / step_tokens) * step_tokens, job.least_tokens)
     held = _bytes_per_device(job, tokens)
     steps = _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
     num_microbatches = steps or 1
@@ -118,8 +122,8 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
         "best_split": _best_split(job),
         "step_s": step and {**step._asdict(), "step_s": step.step_s},
-        "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
-        "buckets": buckets and buckets._asdict(),  # best of a micro-batch's gradients
+        "best_bucket_mb": buckets and buckets["bucket_bytes"] / MIB,
+        "buckets": buckets,  # best of a micro-batch's gradients
         "traffic_bytes_per_step": {name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
         "assumptions": {
             **asdict(job.assumptions),
@@ -179,16 +183,6 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:
         ("bucketed", "zero1", "zero2", "zero3")[job.stage if job.fsdp > 1 else 0], DEFAULT_BUCKET_MB,
         element_bytes, element_bytes, param_bytes=int(job.per_parameter.parameter),
     )  # fmt: skip
-
-
-def _tokens(job: TrainingJob, least: float) -> int:
-    """The given tokens, or the smallest compute-bound batch rounded up to whole sequences."""
-    if job.tokens is not None:
-        return job.tokens
-    if math.isinf(least):
-        raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    step = 1 if job.sequence_length == 1 else job.least_tokens
-    return max(math.ceil(least / step) * step, job.least_tokens)
 
 
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:

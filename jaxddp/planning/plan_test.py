@@ -101,7 +101,7 @@ def test_the_best_buckets_are_those_of_the_backward_and_its_collectives():
     for gb_per_s in (1.0, 450.0):
         one = job(stage=0, gb_per_s=gb_per_s, tokens=32_768)
         backward_s = 2 * XL.flops_per_token * 32_768 / 8 / 989.4e12
-        assert plan(one)["buckets"] == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))._asdict()
+        assert plan(one)["buckets"] == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))
     assert plan(BOOK)["buckets"]["num_buckets"] == len(XXL.tensors)  # more and smaller ones would be better
     # By default up to an eighth of all gradients; the embedding of a small model is a bucket of its own.
     assert plan(one)["bytes_per_device"]["gradient_buckets"] == 2 * XL.num_params / 8
