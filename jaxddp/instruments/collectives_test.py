@@ -169,7 +169,6 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
 @pytest.mark.parametrize(
     ("program", "args", "options", "said"),
     [
-        (3, (), {}, "program"),
         ("HloModule m\n\nENTRY %main () -> f32[] {\n}\n", (), {}, "scheduled"),
         ("HloModule m", (1,), {}, "args"),
         (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),

@@ -1,10 +1,8 @@
-"""Compiles one program for devices that are not there; started by ``targets.py``.
+"""Compiles one program for devices that are not there, as a script that ``targets.py`` starts.
 
-Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script and
-imports nothing of this package: JAX starts here with the environment that the parent chose. Standard input is the
-pickled request, standard output the pickled text and memory of the compiled program, or one string: why there is none.
-Arguments are the parent's process id and a folder or "": the process ends as soon as the compiler for TPUs has written
-the scheduled module there.
+Plugins, platforms and XLA's flags belong to a whole process. Standard input is the pickled request, standard output the
+pickled text and memory of the compiled program, or one string: why there is none. Arguments are the parent's process
+id and a folder or "": the process ends as soon as the compiler for TPUs has written the scheduled module there.
 """
 
 import ctypes

@@ -44,9 +44,8 @@ class Inspection:
 
     def __post_init__(self) -> None:
         self.compiled = self.schedule.gradient_collectives()  # sorted (kind, bytes)
-        # None if nothing was planned.
         is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
-        self.as_planned = None if self.strategy == AUTO else is_same
+        self.as_planned = None if self.strategy == AUTO else is_same  # of which nothing is planned
         flops: Counter[str] = Counter()  # of products, by the dtype in which the chip multiplies
         for kind, each in self.schedule.work().matmul_flops.items():
             dtype, count = multiplied_in(kind, self.target.chip)

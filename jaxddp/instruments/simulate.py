@@ -6,8 +6,7 @@ longer. A start queues its collective on the communication stream, where one run
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-The bound is the least time of a step under any strategy and schedule. Its compute is that of the step compiled without
-communication, so slower compute cannot buy overlap:
+The least time under any strategy, with the compute of the step compiled without communication:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 """

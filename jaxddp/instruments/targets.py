@@ -102,8 +102,7 @@ def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
 def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
     """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
-    With a ``text_folder`` the compiler for TPUs ends with the scheduled module, which it writes there in a quarter of
-    its time: the program's memory is not known, and may be too much.
+    With a ``text_folder`` the compiler for TPUs ends once the text is there: whether it fits into memory is not known.
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
