@@ -60,7 +60,6 @@ def add_parser(commands: Any) -> None:
         help="report what this machine has for training, and what will not work",
         description="Report devices, drivers, libraries, launcher, memory and variables, as both frameworks "
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)

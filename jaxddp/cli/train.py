@@ -105,7 +105,6 @@ def add_parser(commands: Any) -> None:
         description="Train a byte-level language model with data parallelism. Without --data the text is the Python "
         "standard library's own source. Without accelerators, and with JAX_PLATFORMS=cpu, the CPU poses as several "
         "devices. Under torchrun, srun or mpirun the processes of the job train together.",
-        allow_abbrev=False,
     )
     add_flags(parser)
     parser.set_defaults(run=run)

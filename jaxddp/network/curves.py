@@ -77,7 +77,7 @@ class Network:
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds to transfer the bytes of one collective by the two numbers, without latency; 0 for a group of one."""
         within, between = self.sent_bytes(kind, num_bytes, group)
-        levels = within / (self.gb_per_s * GB), between / self._host_bytes_per_s
+        levels = within / (self.gb_per_s * GB), between / ((self.host_gb_per_s or self.gb_per_s) * GB)
         return max(levels) if kind in _DIRECT else sum(levels)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
@@ -93,11 +93,11 @@ class Network:
             raise ValueError(f"kind (={kind!r}) must be one of {', '.join(KINDS)}")
         if len(group) < 2:
             return 0.0, ""
-        by_host = self._by_host(group)
+        by_host, host_speed = self._by_host(group), self.host_gb_per_s or self.gb_per_s
         curves, local = self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {}), max(by_host)
         if not curves or local < 2:
             latency_s = self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
-            speed = self.gb_per_s if local > 1 else self._host_bytes_per_s / GB
+            speed = self.gb_per_s if local > 1 else host_speed
             why = f"{kind} was not measured: {speed:.0f} GB/s and {self.latency_us:.0f} us are assumed"
             return latency_s + self.transfer_s(kind, num_bytes, group), why
         points = [(float(ranks), _at_size(rows, num_bytes)) for ranks, rows in sorted(curves.items())]
@@ -111,19 +111,14 @@ class Network:
         alike = "all-gather" if kind == "reduce-scatter" and kind not in self.fabric else kind
         if alike not in self.fabric:
             between = self.sent_bytes(kind, num_bytes, group)[1] if kind in _DIRECT else share * num_bytes
-            speed = self._host_bytes_per_s / GB
-            why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
-            return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
+            why = f"{kind} between hosts was not measured: {host_speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
+            return max(within_s, between / (host_speed * GB)) + HOST_LATENCY_US * 1e-6, why
         ((measured, rows),) = self.fabric[alike].items()
         seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
         if num_hosts != measured:
             return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
         why = "" if alike == kind else f"{kind} over hosts is taken as an all-gather"
         return seconds, _beyond(f"{kind} over hosts", rows, num_bytes) or why
-
-    @property
-    def _host_bytes_per_s(self) -> float:
-        return (self.host_gb_per_s or self.gb_per_s) * GB
 
     def _by_host(self, group: Sequence[int]) -> list[int]:
         """How many devices of the group are on each of its hosts."""

@@ -20,10 +20,8 @@ _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 # Of these only an all-reduce of 8 was measured. The rest is taken from a chip whose links are so many times as fast. If
 # this one's are slower, its switch does not sum either: an all-reduce is a reduce-scatter and an all-gather.
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
-_SPELT = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
-_PROGRAMS = {
-    f"{name}_perf": _SPELT.get(name, name)
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "alltoall")
+_PROGRAMS = {"sendrecv_perf": "send_recv", "alltoall_perf": "all_to_all"} | {
+    f"{name}_perf": name for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 }
 _PROGRAM = re.compile(rf"\b({'|'.join(_PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf)(?:_mpi)?\b")
 # Not at the start of a line, where launchers and logs put numbers and times.
