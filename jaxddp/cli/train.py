@@ -188,7 +188,11 @@ def take_steps(
             if num_skips > (_MAX_SKIPS if options.nonfinite == "skip" else 0):
                 if folder is not None and options.nonfinite != "raise":  # else the state before is gone
                     training.check_replicas()
-                    _keep_aside(checkpoints, f"{options.checkpoint}/{step}.nonfinite", training, position, say)
+                    path = f"{options.checkpoint}/{step}.nonfinite"  # where --resume does not find it
+                    with checkpoints(path) as aside:
+                        if is_new := aside.latest_step() is None:
+                            training.save(aside, position)
+                    say(f"the state before is kept in {path}" if is_new else f"{path} keeps that of an earlier run")
                 raise FloatingPointError(f"{found} of step {step} must be finite")
             if step < options.steps and training.is_signalled(signals):
                 ended_by = signals[0] if signals else signal.SIGTERM
@@ -215,14 +219,6 @@ def take_steps(
     for line in summary(options, reports, *training.collectives()):
         say(line)
     return reports
-
-
-def _keep_aside(checkpoints: Any, path: str, training: Any, position: Any, say: Callable[[str], None]) -> None:
-    """Saves a state where ``--resume`` does not find it, once."""
-    with checkpoints(path) as aside:
-        if is_new := aside.latest_step() is None:
-            training.save(aside, position)
-    say(f"the state before is kept in {path}" if is_new else f"{path} keeps that of an earlier run")
 
 
 def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: Any, say: Callable[[str], None]) -> int:

@@ -93,8 +93,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         **kwargs: The function's.
 
     Raises:
-        ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
-            installed, or its size not the mesh's; if the text cannot be read.
+        ValueError: If the target's compiler is not installed, or its size not the mesh's; if the text cannot be read.
     """
     mesh, compiled = None, program
     if isinstance(program, jax.stages.Traced):

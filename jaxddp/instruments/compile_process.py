@@ -31,13 +31,8 @@ def compile_request(request: dict[str, Any]) -> tuple[str | None, dict[str, int]
     shardings = list(exported.in_shardings_jax(mesh))
     if not any(shardings):  # a shard_map in it has the mesh, and takes its parts of what all devices have
         shardings = [NamedSharding(mesh, PartitionSpec())] * len(shardings)
-    jitted = jax.jit(
-        exported.call,
-        in_shardings=tuple(shardings),
-        out_shardings=list(exported.out_shardings_jax(mesh)),
-        donate_argnums=request["donate_argnums"],
-        compiler_options=request["compiler_options"],
-    )
+    outputs = list(exported.out_shardings_jax(mesh))
+    jitted = jax.jit(exported.call, in_shardings=tuple(shardings), out_shardings=outputs, **request["options"])
     args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     compiled = jitted.lower(*args).compile()
     memory = compiled.memory_analysis()

@@ -105,8 +105,7 @@ def inspect(
         optimizer: Any optax transformation.
         params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
         batch: The global batch of all devices; the same.
-        strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
-            strategies with options of their own.
+        strategies: One or several: strategies, their names, or ``"auto"``, plain ``jit`` with replicated parameters.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         network: How fast ranks send; that of ``planning.machine.network_of`` if None.
         peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
@@ -115,8 +114,7 @@ def inspect(
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
     Raises:
-        ValueError: If a strategy or the target is unknown, ``"auto"`` comes with options, the step does not fit into
-            the target's memory, or as ``Trainer``.
+        ValueError: If ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network

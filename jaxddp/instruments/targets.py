@@ -146,8 +146,7 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
         "axis_names": mesh.axis_names,
         "axis_types": [kind.name for kind in mesh.axis_types],
         "shape": mesh.axis_sizes,
-        "donate_argnums": donated,
-        "compiler_options": dict(params.get("compiler_options_kvs", ())),
+        "options": {"donate_argnums": donated, "compiler_options": dict(params.get("compiler_options_kvs", ()))},
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
     return _pending(target, pickle.dumps(request), _environment(target), text_folder)
