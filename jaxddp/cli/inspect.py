@@ -132,8 +132,7 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    made: tuple[Any, ...] = make()  # an error within it is its author's, and is not caught
-    return made
+    return make()  # an error within it is its author's, and is not caught
 
 
 def show(inspections: list[Any], model: str) -> None:

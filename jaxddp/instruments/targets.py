@@ -106,10 +106,8 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
-        raise ValueError(
-            f"arguments must have shardings over a mesh of {target.num_devices} devices to compile for"
-            f" {target.spec!r}, not {mesh}: give arrays, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
-        )
+        wanted = f"shardings over a mesh of {target.num_devices} devices to compile for {target.spec!r}"
+        raise ValueError(f"arguments, arrays or jax.ShapeDtypeStruct, must have {wanted}, not {mesh}")
     devices()  # lowering asks for one
     # As a function of arrays, because classes of the caller's trees may be unknown to the child.
     params: Any = traced._params  # no public name has shardings and options
@@ -149,7 +147,17 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
         "options": {"donate_argnums": donated, "compiler_options": dict(params.get("compiler_options_kvs", ()))},
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    return _pending(target, pickle.dumps(request), _environment(target), text_folder)
+    environment = os.environ | {  # of a process that uses no device of this machine
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
+    }
+    return _pending(target, pickle.dumps(request), environment, text_folder)
 
 
 def check_installed(target: Target) -> None:
@@ -182,20 +190,6 @@ _CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-def _environment(target: Target) -> dict[str, str]:
-    """That of the process that compiles, which uses no device of this machine."""
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
-    }
 
 
 # Of what libtpu can write while it compiles, the optimized and scheduled module alone.

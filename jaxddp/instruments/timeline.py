@@ -21,8 +21,6 @@ _WAIT: dict[str, Any] = {"facecolor": "#fbdcc8", "edgecolor": "#d55e00", "hatch"
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
     """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG."""
-    longest_ms = max(one.step_s for one in simulations.values()) * 1e3
-
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -31,7 +29,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
         rows = figure.subplots(len(simulations), sharex=True, squeeze=False)[:, 0]
         for axes, (label, simulation) in zip(rows, simulations.items(), strict=True):
             _draw_row(axes, label, simulation)
-        rows[-1].set(xlim=(0, longest_ms), xlabel="time in the step (ms)")
+        rows[-1].set(xlim=(0, max(one.step_s for one in simulations.values()) * 1e3), xlabel="time in the step (ms)")
         handles = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in rows)
         found = {label: handle for of_row in handles for handle, label in of_row}
         legend = sorted(found, key=[*_COLORS, *found].index)
