@@ -160,9 +160,8 @@ def take_steps(
 ) -> list[StepReport]:
     """Trains up to the last step, and reports each; all processes of a job take the same branches.
 
-    ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
-    text. Raises a FloatingPointError after numbers that are not finite, unless ``nonfinite`` skips them, a ReplicaError
-    if ranks differ, SystemExit after a signal, once the step is saved, and a ValueError for another run's checkpoint.
+    ``training`` is the ``_Training`` of either program. Raises a FloatingPointError after numbers that are not finite,
+    unless ``nonfinite`` skips them, a ReplicaError if ranks differ, a ValueError for another run's checkpoint.
     """
     reports: list[StepReport] = []
     num_skips = 0  # in a row

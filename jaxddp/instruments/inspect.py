@@ -254,8 +254,5 @@ def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
         elif full == 0 or (component == "optimizer_state" and leaf.ndim == 0):
             held[component] += full
         else:
-            raise ValueError(
-                f"the program takes {len(parameters)} arguments and the state has {len(leaves)} leaves: it must be a"
-                " step of that state"
-            )
+            raise ValueError(f"the program takes {len(parameters)} arguments and the state has {len(leaves)} leaves")
     return DeviceBytes(**held, batch=sum(given), padding=padding, temporaries=stats.temp_size_in_bytes)

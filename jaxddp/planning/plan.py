@@ -81,7 +81,11 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         step_tokens = 1 if job.sequence_length == 1 else job.least_tokens
         tokens = max(math.ceil(least / step_tokens) * step_tokens, job.least_tokens)
     held = _bytes_per_device(job, tokens)
-    steps = _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
+    # The fewest micro-batches of equal size that fit; None if no number does.
+    most, others = tokens // job.least_tokens, sum(held.values()) - held["activations"]
+    fewest = min(most + 1, formulas.least_ranks(held["activations"], others, target.chip.memory_bytes))
+    counts = (each for each in range(int(fewest), most + 1) if job.sequence_length == 1 or most % each == 0)
+    steps = next(counts, None)
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
     total = sum(held.values())
@@ -194,16 +198,6 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
         "activations": tokens / job.num_data_ranks * kept * element_bytes,
     }
-
-
-def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -> int | None:
-    """Fewest micro-batches of equal size that fit; None if no number does."""
-    most = tokens // job.least_tokens
-    others = sum(components.values()) - components["activations"]
-    least = formulas.least_ranks(components["activations"], others, job.target.chip.memory_bytes)
-    if least > most:
-        return None
-    return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:
