@@ -25,6 +25,7 @@ _CALLED = re.compile(
     r"(?:^|, )(?:to_apply|calls|body|condition|called_computations|branch_computations|(?:true|false)_computation)"
     r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CUT_OFF = "the HLO module is cut off: it must end with the closing brace of its entry computation"
 _OWN_FOLDER = f"{Path(__file__).parents[1]}/"  # its lines call collectives for those of users
@@ -226,6 +227,3 @@ def _closing(line: str, start: int) -> int:
         if depth == 0:
             return match.start()
     return -1
-
-
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')

@@ -1,7 +1,6 @@
-"""Machines that are not here: meshes that stand for them, and programs compiled for them.
+"""Machines that are not here: meshes that stand for them, with a name and no devices, and programs compiled for them.
 
-A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
-process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here.
+A function is traced and lowered here, and compiled in a child (``compile_process.py``) with the target's plugins.
 """
 
 import os

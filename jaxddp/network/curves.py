@@ -15,8 +15,6 @@ row's rate counts. Over hosts NCCL uses both levels at once, with a tree of host
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
-
-A measured fabric has a table in place of this; over other numbers of hosts its times grow as these bytes do.
 """
 
 import math
@@ -114,6 +112,7 @@ class Network:
             why = f"{kind} between hosts was not measured: {host_speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
             return max(within_s, between / (host_speed * GB)) + HOST_LATENCY_US * 1e-6, why
         ((measured, rows),) = self.fabric[alike].items()
+        # Over other numbers of hosts a fabric's times grow as the formula's bytes do.
         seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
         if num_hosts != measured:
             return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
