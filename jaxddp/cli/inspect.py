@@ -200,7 +200,6 @@ def show_trace(arguments: argparse.Namespace) -> None:
     of_kinds = [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in trace.kinds().items()]
     print(table(("kind", "events", "all of them\nms"), of_kinds))
     print(f"\n{table(_SENT_HEADS, rows)}\n\n{paragraph(_TRACE_LEGEND)}")
-    said = network_in_words(machine, network) if machine and network else "no network: --target would give the curve"
-    print(paragraph(said))
+    print(paragraph(network_in_words(machine, network) if machine and network else "no network: give --target"))
     for note in filter(None, dict.fromkeys(notes)):
         print(paragraph(f"note: {note}"))

@@ -27,7 +27,6 @@ import numpy as np
 from ..arguments import check_integer, check_positive
 
 GB = 1e9
-DEFAULT_LATENCY_US = 15.0
 HOST_LATENCY_US = 50.0  # that a call over hosts adds to a curve; two hosts were measured to take 22 to 123, by fabric
 _RING = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "ragged-all-to-all": 1.0}
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
@@ -48,7 +47,7 @@ class Network:
     """What connects the ranks; raises a ValueError if a number is out of range."""
 
     gb_per_s: float  # 10^9 bytes per second that a rank can send within its host
-    latency_us: float = DEFAULT_LATENCY_US  # per all-reduce call; other collectives have half of it
+    latency_us: float = 15.0  # per all-reduce call; other collectives have half of it
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was

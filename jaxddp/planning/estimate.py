@@ -28,7 +28,6 @@ from .workload import Workload
 _HOST_LAUNCH_S = 5e-6  # of each operation without compilation: XLA's first estimate
 _UPDATE_BYTES = (32, 132)  # AdamW reads and writes parameter and moments in float32, reads the gradient, and its norm
 _KERNELS_OF_A_BLOCK = (12, 45)
-_UPDATE_KERNELS = 15  # a tensor, operation by operation
 _LOGITS_PASSES = 3  # the loss reads the logits, and reads and writes them in float32
 
 
@@ -87,7 +86,7 @@ def estimate(run: Run) -> StepTime:
     share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
     optimizer_s = share * work.num_params * _UPDATE_BYTES[not run.is_compiled] / bytes_per_s
     if not run.is_compiled:
-        optimizer_s = max(optimizer_s, share * len(work.tensors) * _UPDATE_KERNELS * _HOST_LAUNCH_S)
+        optimizer_s = max(optimizer_s, share * len(work.tensors) * 15 * _HOST_LAUNCH_S)  # 15 kernels a tensor
     return StepTime(passes * forward_s, passes * backward_s, optimizer_s, exposed_s)
 
 
