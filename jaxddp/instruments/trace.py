@@ -4,8 +4,7 @@
     torch.profiler        trace.json or trace.json.gz of Kineto
 
 A device communicates while one of its collectives runs, computes while anything else does, and what it communicates
-without computing is exposed. Sizes of collectives are in the compiled programs of an xplane, and in Kineto for NCCL,
-and for Gloo with ``record_shapes=True``.
+without computing is exposed.
 """
 
 import gzip

@@ -1,7 +1,6 @@
 """Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
-Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas. On a torus tensor parallelism has one axis, all
-others the rest, and a group over M axes sends M times what one does.
+Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; over M axes of a torus a group sends M times more.
 """
 
 from dataclasses import replace
