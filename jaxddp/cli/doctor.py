@@ -18,7 +18,6 @@ from ..plugins import cuda_plugins
 from ..processes.job import find_job, visible_gpus
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
-Line = tuple[str, str, str]  # status, subject, and what was found, with what to do unless it is ok
 _TIMEOUT_S = 180.0
 _GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -60,7 +59,6 @@ def add_parser(commands: Any) -> None:
         help="report what this machine has for training, and what will not work",
         description="Report devices, drivers, libraries, launcher, memory and variables, as both frameworks "
         "see them: each line is ok, a note, or FAIL with what to do. The exit status is 1 if something will not work.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.set_defaults(run=run)
@@ -74,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(line[0] == FAIL for line in lines))
 
 
-def examine() -> Iterator[Line]:
-    """Looks at the machine, one fact after the other."""
+def examine() -> Iterator[tuple[str, str, str]]:
+    """Gives lines: status, subject, and what was found, with what to do unless it is ok."""
     cores = f"{num_cores()} of {os.cpu_count()} cores for this process"
     yield OK, "jaxddp", f"{__version__}, Python {sys.version.split()[0]}, {cores}"
     found = gpus()

@@ -28,7 +28,6 @@ _LEGEND = (
     "still computes; late: after it. Exposed: step - compute. Peak: memory of one device"
 )
 _DEVICE_HEADS = ("device", "span\nms", "compute\nms", "comm\nms", "exposed\nms")
-_KIND_HEADS = ("kind", "events", "all of them\nms")
 _SENT_HEADS = ("collective", "size", "ranks", "times", "median\nus", "shortest\nus", "curve\nus", "shortest\n/ curve")
 _TRACE_LEGEND = (
     "Compute: while anything but a collective runs; exposed: communication without it. Curve: what the network takes "
@@ -45,7 +44,6 @@ def add_parser(commands: Any) -> None:
         description="Compile a training step (AdamW, float32 parameters) for accelerators that are not here, read the "
         "compiled program back, simulate it on a network, and show how communication overlaps. Simulated times know "
         "measured rates of products and memory, or with --peaks the published ones, but neither caches nor clocks.",
-        allow_abbrev=False,
     )
     add, what = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     what("--model", default="seed_xl", choices=SIZES, metavar="NAME", help="a named size (default: %(default)s)")
@@ -134,8 +132,7 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    made: tuple[Any, ...] = make()  # an error within it is its author's, and is not caught
-    return made
+    return make()  # an error within it is its author's, and is not caught
 
 
 def show(inspections: list[Any], model: str) -> None:
@@ -184,16 +181,12 @@ def show_trace(arguments: argparse.Namespace) -> None:
     if {arguments.target, arguments.network_file, arguments.network_gb_per_s} != {None}:
         machine, network = machine_and_network(arguments)
     trace = read_trace(arguments.trace)
-    kinds, collectives = trace.kinds(), trace.collectives()
-    if not collectives:
-        said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
-        raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
     if arguments.write_network is not None:
         written = json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1)
         with Path(arguments.write_network).open("x") as file:
             file.write(written + "\n")
     notes, rows = [*trace.notes], []
-    for (kind, num_bytes, num_ranks), times_us in collectives.items():
+    for (kind, num_bytes, num_ranks), times_us in trace.collectives().items():
         shortest, curve, ratio = min(times_us), "-", "-"
         if network and num_bytes is not None and num_ranks is not None and kind in KINDS:
             curve_us = network.seconds(kind, num_bytes, range(num_ranks)) * 1e6
@@ -204,9 +197,9 @@ def show_trace(arguments: argparse.Namespace) -> None:
         rows.append((kind, size, str(num_ranks or "?"), *times, curve, ratio))
     devices = [[name, *(f"{us / 1e3:.3f}" for us in one)] for name, one in trace.overlaps().items()]
     print(f"{arguments.trace}\n\n{table(_DEVICE_HEADS, devices)}\n")
-    print(table(_KIND_HEADS, [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in kinds.items()]))
+    of_kinds = [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in trace.kinds().items()]
+    print(table(("kind", "events", "all of them\nms"), of_kinds))
     print(f"\n{table(_SENT_HEADS, rows)}\n\n{paragraph(_TRACE_LEGEND)}")
-    said = network_in_words(machine, network) if machine and network else "no network: --target would give the curve"
-    print(paragraph(said))
+    print(paragraph(network_in_words(machine, network) if machine and network else "no network: give --target"))
     for note in filter(None, dict.fromkeys(notes)):
         print(paragraph(f"note: {note}"))

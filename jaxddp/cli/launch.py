@@ -49,7 +49,6 @@ def add_parser(commands: Any) -> None:
         description="Start a script as the processes of a job on this machine. The script calls jaxddp.start_process() "
         "or torchref.launch.init_from_env(). Rank 0 is shown, every other rank has a log. torchrun, srun and mpirun "
         "start the script itself.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", required=True, help="processes to start")

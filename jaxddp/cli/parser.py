@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from zipfile import BadZipFile
 
@@ -42,10 +43,6 @@ def noted_signals(is_in_job: bool) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-_STATUSES: dict[type[Exception], int] = {FloatingPointError: 3, ReplicaError: 4, ValueError: 2, OSError: 2}
-_STATUSES |= {BadZipFile: 2, EOFError: 2}  # a file of weights that is damaged
-
-
 def run_command(package: str, description: str, modules: Iterable[Any], arguments: Sequence[str] | None) -> int:
     """Runs a command of ``python -m package``, and gives its exit status; other exceptions are bugs, and not caught.
 
@@ -54,7 +51,8 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     """
     parser = Parser(prog=f"python -m {package}", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"{package} {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    exact: Any = partial(Parser, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands", parser_class=exact)
     for module in modules:
         module.add_parser(commands)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -63,10 +61,10 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:
         status = parsed.run(parsed)
-    except tuple(_STATUSES) as error:
+    except (FloatingPointError, ReplicaError, ValueError, OSError, BadZipFile, EOFError) as error:  # or damaged weights
         line = f"error: {' '.join(str(error).split())}"
         print_line(line)
-        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+        status = {FloatingPointError: 3, ReplicaError: 4}.get(type(error), 2)
         leave(line, status)
     except KeyboardInterrupt:
         print_line("interrupted")

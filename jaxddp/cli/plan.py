@@ -19,7 +19,6 @@ _SHAPE = ("vocab", "context", "width", "num_layers", "num_heads", "hidden")
 _STATES = {"fp32": FP32, "mixed": MIXED, "mixed-fp32-sums": MIXED_ACCUMULATED}
 # What numbers are multiplied with, by the end of their name, and the unit that they then have.
 _ENDS = {"_gb_per_s": (1, "GB/s"), "_per_s": (1e-12, "TFLOP/s"), "_s": (1e3, "ms"), "_us": (1, "us"), "_mb": (1, "MiB")}
-_BY_HAND = ("flops_per_s", "gb_per_s", "host_gb_per_s", "file")
 
 
 def add_parser(commands: Any) -> None:
@@ -29,7 +28,6 @@ def add_parser(commands: Any) -> None:
         help="compute by formulas whether a step fits a machine and keeps it busy",
         description="Plan a training step by formulas. Without options it plans xxl, 126 feed-forward blocks of "
         "16384 x 53248, on 64 TPU v5p, FSDP 16 x TP 4, the example of the scaling book. GB are 10^9 bytes, MiB 2^20.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", default=XXL, choices=(XXL, CUSTOM, *SIZES), metavar="NAME", help="xxl, custom, or a transformer: "
@@ -116,7 +114,7 @@ def _job(arguments: argparse.Namespace) -> TrainingJob:
     if fsdp is None:
         fsdp = max(1, asked.num_devices // max(1, tp))
     memory_bytes = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
-    by_hand = {name: getattr(arguments, name) for name in _BY_HAND}
+    by_hand = {name: getattr(arguments, name) for name in ("flops_per_s", "gb_per_s", "host_gb_per_s", "file")}
     machine, network = machine_of(asked, arguments.dtype, memory_bytes=memory_bytes, **by_hand)
     return TrainingJob(
         workload, machine, network, fsdp, tp, arguments.tokens, sequence_length, arguments.stage,

@@ -106,7 +106,6 @@ def add_parser(commands: Any) -> None:
         description="Train a byte-level language model with data parallelism. Without --data the text is the Python "
         "standard library's own source. Without accelerators, and with JAX_PLATFORMS=cpu, the CPU poses as several "
         "devices. Under torchrun, srun or mpirun the processes of the job train together.",
-        allow_abbrev=False,
     )
     add_flags(parser)
     parser.set_defaults(run=run)
@@ -162,9 +161,8 @@ def take_steps(
 ) -> list[StepReport]:
     """Trains up to the last step, and reports each; all processes of a job take the same branches.
 
-    ``training`` is the ``_Training`` of either program, and ``checkpoints`` its package's class; ``say`` gets lines of
-    text. Raises a FloatingPointError after numbers that are not finite, unless ``nonfinite`` skips them, a ReplicaError
-    if ranks differ, SystemExit after a signal, once the step is saved, and a ValueError for another run's checkpoint.
+    ``training`` is the ``_Training`` of either program. Raises a FloatingPointError after numbers that are not finite,
+    unless ``nonfinite`` skips them, a ReplicaError if ranks differ, a ValueError for another run's checkpoint.
     """
     reports: list[StepReport] = []
     num_skips = 0  # in a row
@@ -190,7 +188,11 @@ def take_steps(
             if num_skips > (_MAX_SKIPS if options.nonfinite == "skip" else 0):
                 if folder is not None and options.nonfinite != "raise":  # else the state before is gone
                     training.check_replicas()
-                    _keep_aside(checkpoints, f"{options.checkpoint}/{step}.nonfinite", training, position, say)
+                    path = f"{options.checkpoint}/{step}.nonfinite"  # where --resume does not find it
+                    with checkpoints(path) as aside:
+                        if is_new := aside.latest_step() is None:
+                            training.save(aside, position)
+                    say(f"the state before is kept in {path}" if is_new else f"{path} keeps that of an earlier run")
                 raise FloatingPointError(f"{found} of step {step} must be finite")
             if step < options.steps and training.is_signalled(signals):
                 ended_by = signals[0] if signals else signal.SIGTERM
@@ -217,14 +219,6 @@ def take_steps(
     for line in summary(options, reports, *training.collectives()):
         say(line)
     return reports
-
-
-def _keep_aside(checkpoints: Any, path: str, training: Any, position: Any, say: Callable[[str], None]) -> None:
-    """Saves a state where ``--resume`` does not find it, once."""
-    with checkpoints(path) as aside:
-        if is_new := aside.latest_step() is None:
-            training.save(aside, position)
-    say(f"the state before is kept in {path}" if is_new else f"{path} keeps that of an earlier run")
 
 
 def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: Any, say: Callable[[str], None]) -> int:

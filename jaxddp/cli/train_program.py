@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 import jaxddp
 
@@ -25,7 +24,15 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
     jaxddp.keep_freed_memory()
     strategy = jaxddp.make_strategy(options.strategy, **options.strategy_options)
     corpus = Corpus(options.data, context=options.config.context)
-    mesh = start_ranks(options)
+    # The ranks of the job that this process is in, whose launcher gives GPUs, else those of this machine.
+    job = find_job()
+    num_processes = 1 if job is None else job.num_processes
+    of_each = options.devices or (DEFAULT_SIMULATED_DEVICES if job is None else num_processes)
+    with contextlib.suppress(RuntimeError):  # once JAX has started, the number of CPU devices cannot change
+        jax.config.update("jax_num_cpu_devices", -(-of_each // num_processes))
+    if job is not None:
+        jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
+    mesh = jaxddp.data_mesh(options.devices)
     check_alike(options.alike(corpus))
 
     loss_fn, params = build(options.model, seed=options.seed)
@@ -94,19 +101,6 @@ class _Training:
     def restore(self, folder: jaxddp.Checkpoints) -> Any:
         self.state, position = folder.restore(self._trainer, self._params)
         return position
-
-
-def start_ranks(options: TrainOptions) -> Mesh:
-    """The ranks of the job that this process is in, else those of this machine."""
-    job = find_job()
-    of_each = options.devices or DEFAULT_SIMULATED_DEVICES
-    if job is not None:
-        of_each = -(-(options.devices or job.num_processes) // job.num_processes)  # GPUs are what the launcher gave
-    with contextlib.suppress(RuntimeError):  # once JAX has started, the number of CPU devices cannot change
-        jax.config.update("jax_num_cpu_devices", of_each)
-    if job is not None:
-        jaxddp.start_process(stuck_s=options.stuck_s, preemption_service=True)
-    return jaxddp.data_mesh(options.devices)
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:

@@ -1,10 +1,4 @@
-"""The collectives of anybody's program: how large, how often, in which phase, and the line that asked for them.
-
-    found = jaxddp.collectives(train_step, state, batch)                      as it is compiled here
-    found = jaxddp.collectives(train_step, state, batch, target="h100:8")     for machines that are not here
-
-Printed, they are a table.
-"""
+"""The collectives of anybody's program: how large, how often, in which phase, and the line that asked for them."""
 
 import math
 import os
@@ -69,8 +63,7 @@ class Collectives:
 
     def each_microbatch(self) -> list[Found]:
         """Reductions in a loop over micro-batches, where one after the loop would do."""
-        reductions = (one for one in self.found if one.kind in REDUCTIONS)
-        return [one for one in reductions if any(loop.kind == MICROBATCHES for loop in one.loops)]
+        return [one for one in self.found if one.kind in REDUCTIONS and MICROBATCHES in dict(one.loops)]
 
     def __str__(self) -> str:
         counts = Counter(kind for kind, _ in self.pairs)
@@ -100,8 +93,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
         **kwargs: The function's.
 
     Raises:
-        ValueError: If it is no program, or has arguments and takes none; if the target is unknown, its compiler not
-            installed, or its size not the mesh's; if the text cannot be read.
+        ValueError: If the target's compiler is not installed, or its size not the mesh's; if the text cannot be read.
     """
     mesh, compiled = None, program
     if isinstance(program, jax.stages.Traced):

@@ -1,10 +1,8 @@
-"""Compiles one program for devices that are not there; started by ``targets.py``.
+"""Compiles one program for devices that are not there, as a script that ``targets.py`` starts.
 
-Plugins, platforms and XLA's flags belong to a whole process, so each compilation has its own. It runs as a script and
-imports nothing of this package: JAX starts here with the environment that the parent chose. Standard input is the
-pickled request, standard output the pickled text and memory of the compiled program, or one string: why there is none.
-Arguments are the parent's process id and a folder or "": the process ends as soon as the compiler for TPUs has written
-the scheduled module there.
+Plugins, platforms and XLA's flags belong to a whole process. Standard input is the pickled request, standard output the
+pickled text and memory of the compiled program, or one string: why there is none. Arguments are the parent's process
+id and a folder or "": the process ends as soon as the compiler for TPUs has written the scheduled module there.
 """
 
 import ctypes
@@ -33,13 +31,8 @@ def compile_request(request: dict[str, Any]) -> tuple[str | None, dict[str, int]
     shardings = list(exported.in_shardings_jax(mesh))
     if not any(shardings):  # a shard_map in it has the mesh, and takes its parts of what all devices have
         shardings = [NamedSharding(mesh, PartitionSpec())] * len(shardings)
-    jitted = jax.jit(
-        exported.call,
-        in_shardings=tuple(shardings),
-        out_shardings=list(exported.out_shardings_jax(mesh)),
-        donate_argnums=request["donate_argnums"],
-        compiler_options=request["compiler_options"],
-    )
+    outputs = list(exported.out_shardings_jax(mesh))
+    jitted = jax.jit(exported.call, in_shardings=tuple(shardings), out_shardings=outputs, **request["options"])
     args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     compiled = jitted.lower(*args).compile()
     memory = compiled.memory_analysis()

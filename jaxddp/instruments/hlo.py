@@ -1,7 +1,6 @@
 """Parses the text of a compiled program (``Compiled.as_text()``, ``--xla_dump_to``).
 
-An HLO module is a list of computations, one of them the entry, each a list of instructions, which in a scheduled module
-stand in the order of execution.
+A module is a list of computations, one of them the entry, each a list of instructions in the order of execution:
 
     %name = f32[8,4]{1,0} opcode(%operand, ...), attribute=value, ..., metadata={op_name="..."}, backend_config={...}
 """
@@ -26,6 +25,7 @@ _CALLED = re.compile(
     r"(?:^|, )(?:to_apply|calls|body|condition|called_computations|branch_computations|(?:true|false)_computation)"
     r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CUT_OFF = "the HLO module is cut off: it must end with the closing brace of its entry computation"
 _OWN_FOLDER = f"{Path(__file__).parents[1]}/"  # its lines call collectives for those of users
@@ -66,27 +66,15 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         self.op_name = found.group(1) if found else ""  # JAX's name stack
         names = [name for several, one in _CALLED.findall(self.attributes) for name in (several or one).split(",")]
-        self.called_names = [name.strip().removeprefix("%") for name in names]  # of computations
-
-    @property
-    def inputs(self) -> list[Instruction]:
-        """Its operands."""
-        return [self.computation[name] for name in self.operands]
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """Arrays of the result."""
-        return arrays_of(self.shape)
+        # What it refers to stands above it.
+        self.called = [self.module.computations[name.strip().removeprefix("%")] for name in names]
+        self.inputs = [self.computation[name] for name in self.operands]
+        self.arrays = arrays_of(self.shape)  # of the result
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the result."""
         return sum(array.num_bytes for array in self.arrays)
-
-    @property
-    def called(self) -> list[Computation]:
-        """The computations that it calls, which stand above it."""
-        return [self.module.computations[name] for name in self.called_names]
 
     @property
     def source(self) -> str:
@@ -234,13 +222,8 @@ def _closing(line: str, start: int) -> int:
     """Index of the bracket that closes the one at ``start``, ignoring quoted text; -1 if there is none."""
     depth = 0
     for match in _BRACKET.finditer(line, start):
-        char = match.group()
-        if char[0] == '"':
-            continue
-        depth += 1 if char in "([{" else -1
+        char = match.group()  # or quoted text
+        depth += (char in "([{") - (char in ")]}")
         if depth == 0:
             return match.start()
     return -1
-
-
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')

@@ -44,9 +44,8 @@ class Inspection:
 
     def __post_init__(self) -> None:
         self.compiled = self.schedule.gradient_collectives()  # sorted (kind, bytes)
-        # None if nothing was planned.
         is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
-        self.as_planned = None if self.strategy == AUTO else is_same
+        self.as_planned = None if self.strategy == AUTO else is_same  # of which nothing is planned
         flops: Counter[str] = Counter()  # of products, by the dtype in which the chip multiplies
         for kind, each in self.schedule.work().matmul_flops.items():
             dtype, count = multiplied_in(kind, self.target.chip)
@@ -106,8 +105,7 @@ def inspect(
         optimizer: Any optax transformation.
         params: A tree of arrays or ``jax.ShapeDtypeStruct``: shapes are enough.
         batch: The global batch of all devices; the same.
-        strategies: One or several: names in ``STRATEGIES``; ``"auto"``, plain ``jit`` with replicated parameters; or
-            strategies with options of their own.
+        strategies: One or several: strategies, their names, or ``"auto"``, plain ``jit`` with replicated parameters.
         target: Chip and count, as ``h100:8`` or ``v5p:64``; ``h100:4x8`` is 4 hosts of 8.
         network: How fast ranks send; that of ``planning.machine.network_of`` if None.
         peaks: Whether to simulate with published peaks of products, memory and links, where measured ones are known.
@@ -116,8 +114,7 @@ def inspect(
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
     Raises:
-        ValueError: If a strategy or the target is unknown, ``"auto"`` comes with options, the step does not fit into
-            the target's memory, or as ``Trainer``.
+        ValueError: If ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network
@@ -257,8 +254,5 @@ def step_memory(compiled: Any, state: TrainState) -> DeviceBytes:
         elif full == 0 or (component == "optimizer_state" and leaf.ndim == 0):
             held[component] += full
         else:
-            raise ValueError(
-                f"the program takes {len(parameters)} arguments and the state has {len(leaves)} leaves: it must be a"
-                " step of that state"
-            )
+            raise ValueError(f"the program takes {len(parameters)} arguments and the state has {len(leaves)} leaves")
     return DeviceBytes(**held, batch=sum(given), padding=padding, temporaries=stats.temp_size_in_bytes)

@@ -131,9 +131,6 @@ class Schedule:
 def read_schedule(compiled: Any) -> Schedule:
     """Reads a ``jax.stages.Compiled``, a ``TargetProgram``, or the text of one; a ValueError if it is no schedule."""
     is_text = isinstance(compiled, str)
-    if not is_text and not hasattr(compiled, "as_text"):
-        wanted = "a compiled program, jax.jit(f).lower(...).compile(), or its text"
-        raise ValueError(f"compiled (={type(compiled).__name__}) must be {wanted}")
     try:
         module = parse_module(compiled if is_text else compiled.as_text())
         operations = _read(module.entry)

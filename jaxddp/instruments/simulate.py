@@ -6,8 +6,7 @@ longer. A start queues its collective on the communication stream, where one run
     c[i] compute before bucket i's start,  m[i] seconds of its collective:
     start[i] = max(sum of c[1 ... i], end[i-1]),   end[i] = start[i] + m[i],   step = max(compute, end[n]) + tail
 
-The bound is the least time of a step under any strategy and schedule. Its compute is that of the step compiled without
-communication, so slower compute cannot buy overlap:
+The least time under any strategy, with the compute of the step compiled without communication:
 
     bound = max(compute, forward + least work that any one gradient depends on + one all-reduce of all gradient bytes)
 """
@@ -121,18 +120,15 @@ def lower_bound(alone: Schedule, chip: Chip, network: Network, gradient_bytes: f
     seconds = {op.name: operation_seconds(op, chip) for op in alone.operations}
     forward = sum(seconds[op.name] for op in alone.operations if op.phase == "forward")
     all_reduce = network.seconds("all-reduce", gradient_bytes, range(num_devices)) if gradient_bytes else 0.0
-    return Bound(sum(seconds.values()), forward, _first_gradient_s(alone.operations, seconds), all_reduce)
-
-
-def _first_gradient_s(operations: tuple[Operation, ...], seconds: dict[str, float]) -> float:
-    """The least backward time on which a value passed to the optimizer depends."""
-    backward = {op.name: 1 << place for place, op in enumerate(operations) if op.phase == "backward"}
+    # Of the values passed to the optimizer, the one that depends on the least backward time.
+    backward = {op.name: 1 << place for place, op in enumerate(alone.operations) if op.phase == "backward"}
     needed: dict[str, int] = {}  # bit mask of the backward operations that an operation depends on
     handed_over: dict[str, None] = {}
-    for op in operations:
+    for op in alone.operations:
         known = [operand for operand in op.operands if operand in needed]
         needed[op.name] = functools.reduce(int.__or__, (needed[name] for name in known), backward.get(op.name, 0))
         if op.phase == "optimizer":
             handed_over.update((name, None) for name in known if name in backward)
     totals = (sum(seconds[each] for each, bit in backward.items() if needed[name] & bit) for name in handed_over)
-    return min((total for total in totals if total > 0), default=0.0)
+    first_gradient = min((total for total in totals if total > 0), default=0.0)
+    return Bound(sum(seconds.values()), forward, first_gradient, all_reduce)

@@ -1,7 +1,6 @@
-"""Machines that are not here: meshes that stand for them, and programs compiled for them.
+"""Machines that are not here: meshes that stand for them, with a name and no devices, and programs compiled for them.
 
-A target's mesh has its name and no devices: tracing and planning need no more. A function is traced and lowered in this
-process, compiled in a child (``compile_process.py``) with the target's devices, plugins and flags, and read here.
+A function is traced and lowered here, and compiled in a child (``compile_process.py``) with the target's plugins.
 """
 
 import os
@@ -102,15 +101,12 @@ def mesh_of(traced: jax.stages.Traced) -> Mesh | AbstractMesh | None:
 def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> Pending:
     """Starts to compile a traced function, over a mesh of its own, for a target of as many devices.
 
-    With a ``text_folder`` the compiler for TPUs ends with the scheduled module, which it writes there in a quarter of
-    its time: the program's memory is not known, and may be too much.
+    With a ``text_folder`` the compiler for TPUs ends once the text is there: whether it fits into memory is not known.
     """
     check_installed(target)
     if (mesh := mesh_of(traced)) is None or mesh.size != target.num_devices:
-        raise ValueError(
-            f"arguments must have shardings over a mesh of {target.num_devices} devices to compile for"
-            f" {target.spec!r}, not {mesh}: give arrays, or jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
-        )
+        wanted = f"shardings over a mesh of {target.num_devices} devices to compile for {target.spec!r}"
+        raise ValueError(f"arguments, arrays or jax.ShapeDtypeStruct, must have {wanted}, not {mesh}")
     devices()  # lowering asks for one
     # As a function of arrays, because classes of the caller's trees may be unknown to the child.
     params: Any = traced._params  # no public name has shardings and options
@@ -147,11 +143,20 @@ def start_compile_traced(target: Target, traced: Any, text_folder: str = "") -> 
         "axis_names": mesh.axis_names,
         "axis_types": [kind.name for kind in mesh.axis_types],
         "shape": mesh.axis_sizes,
-        "donate_argnums": donated,
-        "compiler_options": dict(params.get("compiler_options_kvs", ())),
+        "options": {"donate_argnums": donated, "compiler_options": dict(params.get("compiler_options_kvs", ()))},
         "enable_x64": jax.dtypes.canonicalize_dtype("float64") == "float64",
     }
-    return _pending(target, pickle.dumps(request), _environment(target), text_folder)
+    environment = os.environ | {  # of a process that uses no device of this machine
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
+    }
+    return _pending(target, pickle.dumps(request), environment, text_folder)
 
 
 def check_installed(target: Target) -> None:
@@ -184,20 +189,6 @@ _CONFIG = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{name}"
 """
-
-
-def _environment(target: Target) -> dict[str, str]:
-    """That of the process that compiles, which uses no device of this machine."""
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": f"{target.chip.name}-{2 * target.num_devices}",  # of cores
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so none needs to be locked
-    }
 
 
 # Of what libtpu can write while it compiles, the optimized and scheduled module alone.

@@ -1,7 +1,4 @@
-"""Simulated steps as a picture: for each a lane for compute, coloured by phase, and one for communication.
-
-A gap in compute is a wait for communication. All steps share one time axis.
-"""
+"""Simulated steps as a picture on one time axis: a lane of compute, with gaps for waits, above one of communication."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,14 +16,11 @@ _COLORS = {
     "reduce-scatter": "#f0e442",
     "all-gather": "#cc79a7",
 }
-_OTHER = "#999999"
 _WAIT: dict[str, Any] = {"facecolor": "#fbdcc8", "edgecolor": "#d55e00", "hatch": "//////", "linewidth": 0}
 
 
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str = "") -> None:
     """Draws steps below each other on one time axis, labelled by their keys, into a file such as a PNG or an SVG."""
-    longest_ms = max(one.step_s for one in simulations.values()) * 1e3
-
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -35,7 +29,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, title: str 
         rows = figure.subplots(len(simulations), sharex=True, squeeze=False)[:, 0]
         for axes, (label, simulation) in zip(rows, simulations.items(), strict=True):
             _draw_row(axes, label, simulation)
-        rows[-1].set(xlim=(0, longest_ms), xlabel="time in the step (ms)")
+        rows[-1].set(xlim=(0, max(one.step_s for one in simulations.values()) * 1e3), xlabel="time in the step (ms)")
         handles = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in rows)
         found = {label: handle for of_row in handles for handle, label in of_row}
         legend = sorted(found, key=[*_COLORS, *found].index)
@@ -53,7 +47,7 @@ def _draw_row(axes: Any, label: str, simulation: Simulation) -> None:
     for span in simulation.spans:
         pieces[span.lane, span.kind].append((span.start_s * 1e3, (span.end_s - span.start_s) * 1e3))
     for (lane, kind), parts in pieces.items():
-        color, is_compute = _COLORS.get(kind, _OTHER), lane == "compute"
+        color, is_compute = _COLORS.get(kind, "#999999"), lane == "compute"
         # Operations that touch have no seams; snap=False: short ones would be rounded to one pixel or to none.
         style = {"linewidth": 0, "antialiased": False, "snap": False} if is_compute else {"linewidth": 0.3}
         axes.broken_barh(parts, (1.1 * is_compute, 0.9), facecolor=color, edgecolor="black", label=kind, **style)

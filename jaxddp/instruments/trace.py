@@ -3,9 +3,8 @@
     jax.profiler          *.xplane.pb, or its trace.json.gz
     torch.profiler        trace.json or trace.json.gz of Kineto
 
-An event may hold others: then only the time outside of those is its own. A device communicates while one of its
-collectives runs, computes while anything else does, and what it communicates without computing is exposed. Sizes of
-collectives are in the compiled programs of an xplane, and in Kineto for NCCL, and for Gloo with ``record_shapes=True``.
+A device communicates while one of its collectives runs, computes while anything else does, and what it communicates
+without computing is exposed.
 """
 
 import gzip

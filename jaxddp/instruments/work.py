@@ -10,9 +10,8 @@
     library calls     as products, convolutions and attention; others bytes alone, with a note
 
 An array counts once, in full; a slice or gather counts what it reads, an in-place update what it writes; what a TPU
-keeps on chip (memory space 1 of a tiled layout) does not count. TPU programs print a product as a convolution, whose
-batch dims are window dims, padded or dilated so that only pairs of one batch meet. They print no trip counts: these
-follow from a counter with constant start, step and end, as ``lax.scan`` makes it.
+keeps on chip does not count. TPU programs print a product as a convolution, whose batch dims are window dims, padded or
+dilated so that only pairs of one batch meet.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -48,7 +47,7 @@ _ELEMENTWISE = frozenset(
 _PARTIAL_READS = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # index of the operand that is written
 _COMMUNICATION = re.compile(r"all-reduce|reduce-scatter|all-gather|collective-|all-to-all|ragged-all|send|recv")
-_ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")
+_ON_CHIP = re.compile(r"\w+\[[^\]]*\]\{[^}:]*:T[^}]*S\(1\)[^}]*\}")  # memory space 1 of a tiled layout
 _PRODUCTS = ("dot", "__cublas$gemm", "__cublas$lt$matmul")  # operations, and library calls by the start of their names
 _CONVOLUTIONS = ("convolution", "__cudnn$conv")
 
@@ -78,12 +77,10 @@ class Work:
         return sum(self.matmul_flops.values()) + self.vector_flops
 
     def __add__(self, other: Work) -> Work:
-        matmul = Counter(dict(self.matmul_flops))
-        matmul.update(other.matmul_flops)
-        return Work(
-            dict(matmul), self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes,
-            self.num_kernels + other.num_kernels,
-        )  # fmt: skip
+        ours, theirs = self.matmul_flops, other.matmul_flops
+        matmul = {kind: ours.get(kind, 0) + theirs.get(kind, 0) for kind in {**ours, **theirs}}
+        vector_flops, num_bytes = self.vector_flops + other.vector_flops, self.num_bytes + other.num_bytes
+        return Work(matmul, vector_flops, num_bytes, self.num_kernels + other.num_kernels)
 
     def times(self, count: float) -> Work:
         """The work of ``count`` repetitions."""
@@ -285,7 +282,7 @@ def _window_pairs(window: str, place: int, size_in: int, size_out: int, size_win
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Reads or derives how often a loop runs; None if the text does not determine it."""
+    """How often a loop runs, as printed or by a counter as of ``lax.scan``; None if the text does not determine it."""
     if known := loop.integers("known_trip_count"):
         return known[0]
     of_loop = (loop.attribute(key).removeprefix("%") for key in ("body", "condition"))

@@ -1,24 +1,20 @@
 """How long a collective takes: by measured curves, or by two assumed numbers, bandwidth per rank and latency per call.
 
-For S bytes over N ranks that each send W bytes per second, with ring algorithms and one latency o per all-reduce:
+For S bytes over N ranks that each send W bytes per second, with rings (Patarasuk and Yuan, JPDC 2009) and a latency o:
 
     all-reduce        o   + 2 (N-1)/N S/W          collective-permute    o/2 + S/W
     reduce-scatter    o/2 +   (N-1)/N S/W          all-to-all            o/2 + (N-1)/N S/W
     all-gather        o/2 +   (N-1)/N S/W          broadcast             o/2 + S/W
 
-A group that spans H hosts with n ranks each communicates within hosts first, the formula with n, S and the link's W,
-then between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once,
-and the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
+A group of n ranks on each of H hosts communicates within hosts first, the formula with n, S and the link's W, then
+between them, with H, S/n and the host link's W. What is sent from rank to rank directly uses both levels at once, and
+the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
-Times measured within a host (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table
-the nearest row's rate is taken. Over hosts NCCL sends pieces through both levels at a time, so the longer one counts,
-and the latency L between hosts. An all-reduce is a tree of hosts, the others one ring of all ranks:
+Measured times (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table the nearest
+row's rate counts. Over hosts NCCL uses both levels at once, with a tree of hosts or, for others, one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L
-
-A measured fabric has a table in place of this formula; over other numbers of hosts its times grow as the formula's
-bytes do. Rings: Patarasuk and Yuan, JPDC 2009.
 """
 
 import math
@@ -31,7 +27,6 @@ import numpy as np
 from ..arguments import check_integer, check_positive
 
 GB = 1e9
-DEFAULT_LATENCY_US = 15.0
 HOST_LATENCY_US = 50.0  # that a call over hosts adds to a curve; two hosts were measured to take 22 to 123, by fabric
 _RING = {"all-reduce": 2.0, "reduce-scatter": 1.0, "all-gather": 1.0, "all-to-all": 1.0, "ragged-all-to-all": 1.0}
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
@@ -52,7 +47,7 @@ class Network:
     """What connects the ranks; raises a ValueError if a number is out of range."""
 
     gb_per_s: float  # 10^9 bytes per second that a rank can send within its host
-    latency_us: float = DEFAULT_LATENCY_US  # per all-reduce call; other collectives have half of it
+    latency_us: float = 15.0  # per all-reduce call; other collectives have half of it
     host_gb_per_s: float | None = None  # what a rank can send to other hosts; gb_per_s when None
     devices_per_host: int | None = None  # all of them when None
     curves: Curves = field(default_factory=dict, repr=False, hash=False)  # measured within a host, if anything was
@@ -79,7 +74,7 @@ class Network:
     def transfer_s(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
         """Seconds to transfer the bytes of one collective by the two numbers, without latency; 0 for a group of one."""
         within, between = self.sent_bytes(kind, num_bytes, group)
-        levels = within / (self.gb_per_s * GB), between / self._host_bytes_per_s
+        levels = within / (self.gb_per_s * GB), between / ((self.host_gb_per_s or self.gb_per_s) * GB)
         return max(levels) if kind in _DIRECT else sum(levels)
 
     def seconds(self, kind: str, num_bytes: float, group: Sequence[int]) -> float:
@@ -95,11 +90,11 @@ class Network:
             raise ValueError(f"kind (={kind!r}) must be one of {', '.join(KINDS)}")
         if len(group) < 2:
             return 0.0, ""
-        by_host = self._by_host(group)
+        by_host, host_speed = self._by_host(group), self.host_gb_per_s or self.gb_per_s
         curves, local = self.curves.get("all-to-all" if kind in _ALL_TO_ALL else kind, {}), max(by_host)
         if not curves or local < 2:
             latency_s = self.latency_us * 1e-6 * (1.0 if kind == "all-reduce" else 0.5)
-            speed = self.gb_per_s if local > 1 else self._host_bytes_per_s / GB
+            speed = self.gb_per_s if local > 1 else host_speed
             why = f"{kind} was not measured: {speed:.0f} GB/s and {self.latency_us:.0f} us are assumed"
             return latency_s + self.transfer_s(kind, num_bytes, group), why
         points = [(float(ranks), _at_size(rows, num_bytes)) for ranks, rows in sorted(curves.items())]
@@ -113,19 +108,15 @@ class Network:
         alike = "all-gather" if kind == "reduce-scatter" and kind not in self.fabric else kind
         if alike not in self.fabric:
             between = self.sent_bytes(kind, num_bytes, group)[1] if kind in _DIRECT else share * num_bytes
-            speed = self._host_bytes_per_s / GB
-            why = f"{kind} between hosts was not measured: {speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
-            return max(within_s, between / (speed * GB)) + HOST_LATENCY_US * 1e-6, why
+            why = f"{kind} between hosts was not measured: {host_speed:g} GB/s and {HOST_LATENCY_US:g} us are assumed"
+            return max(within_s, between / (host_speed * GB)) + HOST_LATENCY_US * 1e-6, why
         ((measured, rows),) = self.fabric[alike].items()
+        # Over other numbers of hosts a fabric's times grow as the formula's bytes do.
         seconds = _at_size(rows, num_bytes) * share / _between_share(kind, local, measured)
         if num_hosts != measured:
             return seconds, f"{kind} was measured over {measured} hosts, not over {num_hosts:g}"
         why = "" if alike == kind else f"{kind} over hosts is taken as an all-gather"
         return seconds, _beyond(f"{kind} over hosts", rows, num_bytes) or why
-
-    @property
-    def _host_bytes_per_s(self) -> float:
-        return (self.host_gb_per_s or self.gb_per_s) * GB
 
     def _by_host(self, group: Sequence[int]) -> list[int]:
         """How many devices of the group are on each of its hosts."""

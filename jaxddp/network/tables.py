@@ -20,10 +20,8 @@ _FASTEST_GB_PER_S = 10_000  # beyond it, times are in another unit
 # Of these only an all-reduce of 8 was measured. The rest is taken from a chip whose links are so many times as fast. If
 # this one's are slower, its switch does not sum either: an all-reduce is a reduce-scatter and an all-gather.
 _LIKE = {"h200": ("h100", 1.0), "a100": ("h100", 1.5)}
-_SPELT = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
-_PROGRAMS = {
-    f"{name}_perf": _SPELT.get(name, name)
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "alltoall")
+_PROGRAMS = {"sendrecv_perf": "send_recv", "alltoall_perf": "all_to_all"} | {
+    f"{name}_perf": name for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 }
 _PROGRAM = re.compile(rf"\b({'|'.join(_PROGRAMS)}|(?:alltoallv|gather|scatter|hypercube)_perf)(?:_mpi)?\b")
 # Not at the start of a line, where launchers and logs put numbers and times.
@@ -32,16 +30,13 @@ _SIZE = re.compile(r"(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]
 
 
 def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "", without_own: bool = False) -> Network:
-    """Gives the network of GPUs whose collectives were measured on one host, by a spec such as ``"h100:8"``.
+    """Gives the network of GPUs whose collectives were measured on one host; a ValueError if they were not.
 
     Args:
         spec: Chip and devices of one host, ``"h100:8"``, or hosts x devices, ``"h100:4x8"``.
         host_gb_per_s: What a rank sends to other hosts, 10^9 bytes per second; left out with a fabric.
         fabric: Of what was measured between hosts: ``"a3mega"``, two hosts of 8 H100 with GPUDirect-TCPXO.
         without_own: Leaves out what was measured of an A100 or H200 itself, to see how far the H100's carries.
-
-    Raises:
-        ValueError: If nothing was measured for the chip, or over the fabric with so many of them on each host.
     """
     chip, _, count = str(spec).partition(":")
     if chip not in (known := _measurements()["us"]):
@@ -65,11 +60,10 @@ def measured(spec: str, *, host_gb_per_s: float | None = None, fabric: str = "",
 
 
 def from_file(path: str | Path) -> Network:
-    """Reads measured collectives of one host.
+    """Reads measured collectives of one host; a ValueError if there are none, a single size, or times do not grow.
 
     ``path`` is what nccl-tests printed or wrote as JSON, a run folder of ``python -m benchmarks collectives`` or its
-    ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``. A
-    ValueError says if it holds no such rows, a single size, or times that do not grow.
+    ``metrics.jsonl``, or a JSON object of times of full buffers, ``{"us": {kind: {ranks: [[bytes, us], ...]}}}``.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path

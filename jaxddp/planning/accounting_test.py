@@ -172,10 +172,10 @@ def exposed_s(compute_s, num_bytes, bytes_per_s, latency_s):
 
 def test_the_best_number_of_equal_buckets():
     s, w, o = 684_395_520, 4.0056e9, 8.995e-5  # B.fit_predict
-    best = best_buckets(s / w, s, w, o)
+    best = [*best_buckets(s / w, s, w, o).values()]
     check(best[:3], [43.58, 14.98 * MIB, 7.841e-3])
     check(best[:3], [math.sqrt(s / (w * o)), math.sqrt(s * w * o), 2 * math.sqrt(s * o / w)])  # B.optimum
-    check(best_buckets(59.17e-3, s, w, o).num_buckets, 25.65)
+    check(best_buckets(59.17e-3, s, w, o)["num_buckets"], 25.65)
     check(exposed_s([s / (7 * w)] * 7, [s / 7] * 7, w, o), s / (7 * w) + 7 * o)  # B.overhead
     check(exposed_s([0.1 / 40] * 40, [1e9 / 40] * 40, 4e9, 1e-4), 0.1 / 40 + 0.25 + 40e-4 - 0.1)  # B.general
 
@@ -243,9 +243,9 @@ def test_the_best_number_of_buckets_by_brute_force():
             ends = compute * np.arange(1, count + 1) / count + (send / count + latency) * np.arange(count, 0, -1)
             tails[place] = ends.max() - compute  # one of them starts as soon as it is ready, the others follow
         best = best_buckets(compute, send * 4e9, 4e9, latency)
-        assert best.tail_s <= tails.min() * (1 + 1e-9)  # a real number of buckets is no worse than any whole one
-        assert counts[tails.argmin()] in (math.floor(best.num_buckets), math.floor(best.num_buckets) + 1)
-        assert best.regime == ("communication-bound" if send >= compute else "compute-bound")
+        assert best["tail_s"] <= tails.min() * (1 + 1e-9)  # a real number of buckets is no worse than any whole one
+        assert counts[tails.argmin()] in (math.floor(best["num_buckets"]), math.floor(best["num_buckets"]) + 1)
+        assert best["regime"] == ("communication-bound" if send >= compute else "compute-bound")
 
 
 @pytest.mark.parametrize("workload", MODELS)

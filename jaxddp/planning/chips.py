@@ -1,11 +1,10 @@
-"""Published peak numbers of accelerators, by name, and target specs.
-
-Numbers are dense (without structured sparsity), one direction of a link, and a GB is 10^9 bytes. B200 is the SXM module
-at 1000 W. A target is a chip and a count, by hosts:
+"""Published peak numbers of accelerators, by name, and target specs: a chip and a count, by hosts.
 
     ``h100:8``     one host of 8 GPUs joined by NVLink
     ``h100:4x8``   4 hosts of 8 GPUs, the same as ``h100:32``
     ``v5p:128``    one slice of 128 TPU chips, a three-dimensional torus
+
+Numbers are dense, without structured sparsity; those of links are of one direction. A B200 is the SXM module of 1000 W.
 """
 
 import re
@@ -20,8 +19,7 @@ class Chip:
     name: str
     device_kinds: tuple[str, ...]  # the whole names that drivers and JAX give to it; an H100 PCIe is another chip
     platform: str  # "gpu" or "tpu", as in JAX
-    # published peaks by dtype: "float32" of the vector units, others of the matrix units
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float]  # peaks by dtype: "float32" of the vector units, others of the matrix units
     memory_bytes_per_s: float
     memory_bytes: int
     link_gb_per_s: float  # what a device can send within its host (NVLink) or slice (all links of the torus)
@@ -49,7 +47,6 @@ def _peaks(tf32: float, bfloat16: float, int8: float, float32: float, float64: f
 _HOPPER, _BLACKWELL = _peaks(494.7, 989.4, 1978.9, 66.9, 66.9), _peaks(1250, 2500, 5000, 80, 40)
 _AMPERE = {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312, "int8": 624, "float64": 19.5}
 _ULTRA = {"float32": 80, "tf32": 1250, "bfloat16": 2500, "float16": 2500, "float8": 5000, "float64": 1.3}
-_V7X = {"bfloat16": 2307.0, "float8": 4614.0}
 
 # Names; peaks in TFLOP/s; memory in TB/s and GB; GB/s within and between hosts; devices of a host.
 _GPUS = (
@@ -70,7 +67,7 @@ _TPUS = (
     # https://cloud.google.com/tpu/docs/v5p, v6e and tpu7x
     (("v5p", "TPU v5", "TPU v5p"), {"bfloat16": 459.0}, (2.765, 95), (600, 600), 4),
     (("v6e", "TPU v6 lite", "TPU v6e"), {"bfloat16": 918.0, "int8": 1836.0}, (1.64, 32), (448, 448), 4),
-    (("v7x", "TPU7x"), _V7X, (7.38, 192), (1200, 1200), 4),
+    (("v7x", "TPU7x"), {"bfloat16": 2307.0, "float8": 4614.0}, (7.38, 192), (1200, 1200), 4),
 )
 CHIPS: dict[str, Chip] = {
     name: Chip(

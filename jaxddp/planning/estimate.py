@@ -10,8 +10,7 @@
                 sharded_optimizer         as naive, and broadcasts of the update
                 zero3                     the first unit's gather, what neither pass hides, and the last reduce-scatter
 
-Without compilation each operation is a kernel that the host launches, in 5 us (XLA's first estimate). Left out: clocks
-that fall under load, kernels that share the chip with collectives, the slowest rank, and the input pipeline.
+Left out: clocks that fall under load, kernels that share the chip with collectives, the slowest rank, the input.
 """
 
 import math
@@ -26,10 +25,9 @@ from .formulas import DATA_PARALLEL
 from .products import attention_rate, product_rate
 from .workload import Workload
 
-_HOST_LAUNCH_S = 5e-6
+_HOST_LAUNCH_S = 5e-6  # of each operation without compilation: XLA's first estimate
 _UPDATE_BYTES = (32, 132)  # AdamW reads and writes parameter and moments in float32, reads the gradient, and its norm
 _KERNELS_OF_A_BLOCK = (12, 45)
-_UPDATE_KERNELS = 15  # a tensor, operation by operation
 _LOGITS_PASSES = 3  # the loss reads the logits, and reads and writes them in float32
 
 
@@ -88,7 +86,7 @@ def estimate(run: Run) -> StepTime:
     share = 1.0 if run.strategy in DATA_PARALLEL else 1 / run.num_ranks
     optimizer_s = share * work.num_params * _UPDATE_BYTES[not run.is_compiled] / bytes_per_s
     if not run.is_compiled:
-        optimizer_s = max(optimizer_s, share * len(work.tensors) * _UPDATE_KERNELS * _HOST_LAUNCH_S)
+        optimizer_s = max(optimizer_s, share * len(work.tensors) * 15 * _HOST_LAUNCH_S)  # 15 kernels a tensor
     return StepTime(passes * forward_s, passes * backward_s, optimizer_s, exposed_s)
 
 

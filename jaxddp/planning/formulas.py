@@ -1,11 +1,8 @@
 """Training costs as formulas: bytes a device holds and sends, exposed communication, compute-bound batches.
 
-Sizes are in bytes, times in seconds, rates per second; ``plan.py`` and the commands check what a user gives.
 ZeRO stage 1 shards the K bytes of optimizer state per parameter over N ranks, stage 2 also the g + a of gradients,
-stage 3 also the p of parameters.
-
-Traffic. In units of (N-1)/N elements per parameter over A micro-batches; a reduce-scatter or an all-gather of
-everything counts 1, an all-reduce 2:
+stage 3 also the p of parameters. Traffic in (N-1)/N elements per parameter over A micro-batches, of which a
+reduce-scatter or an all-gather of everything counts 1, an all-reduce 2:
 
     strategy                                        reduced every micro-batch    accumulated, reduced once
     naive, flat, overlapped, bucketed               2 A                          2
@@ -13,36 +10,32 @@ everything counts 1, an all-reduce 2:
     zero3: gathered twice per micro-batch           3 A                          2 A + 1 (holds full gradients)
     sharded_optimizer: all-reduce + broadcasts      2 A + 1                      3
 
-Buckets are sent in order, at an algorithm bandwidth w and with o seconds per call. For n equal ones of s/n bytes that
-take C/n seconds to compute, the step waits after the last for
+Of n equal buckets each has s/n bytes, takes C/n seconds to compute, and is sent at an algorithm bandwidth w, with o
+seconds per call. After the last the step waits for
 
     T(n) = max( C/n + s/w + n o - C ,  s/(n w) + o )
     communication-bound, s/w >= C:   n* = sqrt(C/o)                          T* = s/w - C + 2 sqrt(C o)
     compute-bound, s/w < C:          n* = max(sqrt(C/o), (C - s/w)/o)        T* = s/(n* w) + o, in the latter case
 
-Compute-bound. N = X Y R devices: X ranks share parameters and gather them (FSDP), Y split each matrix (TP), R replicas
-reduce their gradients (DP). A step has B tokens, the model P parameters of e bytes, f FLOPs per token of a forward, and
-A elements per token that TP all-reduces. A device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to its
-groups. r(n) is (n-1)/n, the share of a ring's bytes that leaves a rank, or 1 where that is neglected.
+N = X Y R devices: X ranks share and gather parameters (FSDP), Y split each matrix (TP), R replicas reduce gradients
+(DP). A step has B tokens, the model P parameters of e bytes, f FLOPs per token of a forward, and A elements per token
+that TP all-reduces. A device computes C FLOP/s and sends W_X, W_Y, W_R bytes per second to its groups; r(n) is (n-1)/n,
+the share of a ring's bytes that leaves a rank, or 1 where that is neglected.
 
                      forward                          backward
     compute          f B / (N C)                      2 x
     FSDP             e P r(X) / (Y W_X), gather       2 x: gather, reduce-scatter
     TP               2 e A B r(Y) / (X R W_Y)         the same
-    DP               0                                2 e P r(R) / (X Y W_R)
+    DP               0                                2 e P r(R) / (X Y W_R), half if the optimizer is sharded over R
 
-Where the optimizer is sharded over R, the backward reduce-scatters: half of that. TP's time grows with B as compute
-does, so there may be no B that is compute-bound.
-
-References:
-    Rajbhandari et al., ZeRO, SC 2020. Li et al., PyTorch Distributed, VLDB 2020. Stanford CS336, assignment 2.
-    Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
+Rajbhandari et al., ZeRO, SC 2020. Li et al., PyTorch Distributed, VLDB 2020. Stanford CS336, assignment 2.
+Austin et al., How to Scale Your Model, 2025: https://jax-ml.github.io/scaling-book/training
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .workload import Workload
 
@@ -95,23 +88,15 @@ def traffic(strategy: str, num_microbatches: int = 1, reduce: Literal["every", "
     return reductions, 2 * num_microbatches if strategy == "zero3" else 1
 
 
-class Buckets(NamedTuple):
-    """The best number of equal buckets."""
-
-    num_buckets: float  # n*
-    bucket_bytes: float
-    tail_s: float  # T(n*), which they expose
-    regime: str
-
-
 def best_buckets(
     compute_s: float, num_bytes: float, bytes_per_s: float, latency_s: float, most: float = math.inf
-) -> Buckets:
-    """Computes n* of the table above, from one to ``most``, from C, s, w and o, which must not be 0."""
+) -> dict[str, Any]:
+    """Computes n* of the table above, from one to ``most``, and T(n*), from C, s, w and o, which must not be 0."""
     send_s = num_bytes / bytes_per_s
     n = min(most, max(1.0, math.sqrt(compute_s / latency_s), (compute_s - send_s) / latency_s))
     tail_s = max(compute_s / n + send_s + n * latency_s - compute_s, send_s / n + latency_s)
-    return Buckets(n, num_bytes / n, tail_s, "communication-bound" if send_s >= compute_s else "compute-bound")
+    regime = "communication-bound" if send_s >= compute_s else "compute-bound"
+    return {"num_buckets": n, "bucket_bytes": num_bytes / n, "tail_s": tail_s, "regime": regime}
 
 
 class DeviceRates(NamedTuple):

@@ -1,8 +1,6 @@
 """Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
-Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas. On a torus tensor parallelism has one axis, all
-others the rest, and a group over M axes sends M times what one does. A v5p has the numbers of the scaling book
-(https://jax-ml.github.io/scaling-book/tpus), 4.6e14 FLOP/s and 2 x 9e10 B/s per axis, not the vendor's.
+Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; over M axes of a torus a group sends M times more.
 """
 
 from dataclasses import replace
@@ -14,6 +12,7 @@ from . import chips
 from .chips import Target
 from .products import as_measured
 
+# Of https://jax-ml.github.io/scaling-book/tpus, not the vendor's.
 _BOOK_FLOPS_PER_S = {("v5p", "bfloat16"): 4.6e14}
 _BOOK_GB_PER_S = {"v5p": 180.0}  # of one axis of the torus, both directions together
 

@@ -75,9 +75,17 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     workload, target, network = job.workload, job.target, job.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
-    tokens = _tokens(job, least)
+    if (tokens := job.tokens) is None:  # the smallest compute-bound batch, in whole sequences
+        if math.isinf(least):
+            raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
+        step_tokens = 1 if job.sequence_length == 1 else job.least_tokens
+        tokens = max(math.ceil(least / step_tokens) * step_tokens, job.least_tokens)
     held = _bytes_per_device(job, tokens)
-    steps = _fewest_steps(job, tokens, held)  # None if no number of micro-batches fits
+    # The fewest micro-batches of equal size that fit; None if no number does.
+    most, others = tokens // job.least_tokens, sum(held.values()) - held["activations"]
+    fewest = min(most + 1, formulas.least_ranks(held["activations"], others, target.chip.memory_bytes))
+    counts = (each for each in range(int(fewest), most + 1) if job.sequence_length == 1 or most % each == 0)
+    steps = next(counts, None)
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
     total = sum(held.values())
@@ -116,10 +124,9 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
-        "best_split": _best_split(job),
         "step_s": step and {**step._asdict(), "step_s": step.step_s},
-        "best_bucket_mb": buckets and buckets.bucket_bytes / MIB,
-        "buckets": buckets and buckets._asdict(),  # best of a micro-batch's gradients
+        "best_bucket_mb": buckets and buckets["bucket_bytes"] / MIB,
+        "buckets": buckets,  # best of a micro-batch's gradients
         "traffic_bytes_per_step": {name: _traffic_bytes(job, name, num_microbatches) for name in formulas.STRATEGIES},
         "assumptions": {
             **asdict(job.assumptions),
@@ -133,14 +140,6 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "notes": notes,
     }
-
-
-def _best_split(job: TrainingJob) -> dict[str, int]:
-    """The split X Y = N with the smallest compute-bound batch."""
-    splits = [(job.num_devices // tp, tp) for tp in range(1, job.num_devices + 1) if job.num_devices % tp == 0]
-    least = {each: formulas.min_tokens(job.workload, _rates(job, *each), *each, 1, job.assumptions) for each in splits}
-    fsdp, tp = min(least, key=least.__getitem__)
-    return {"fsdp": fsdp, "tp": tp, "tokens": math.ceil(least[fsdp, tp])}
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:
@@ -181,16 +180,6 @@ def _run(job: TrainingJob, tokens: int, num_microbatches: int = 1) -> Run:
     )  # fmt: skip
 
 
-def _tokens(job: TrainingJob, least: float) -> int:
-    """The given tokens, or the smallest compute-bound batch rounded up to whole sequences."""
-    if job.tokens is not None:
-        return job.tokens
-    if math.isinf(least):
-        raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-    step = 1 if job.sequence_length == 1 else job.least_tokens
-    return max(math.ceil(least / step) * step, job.least_tokens)
-
-
 def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
     """Bytes of a device by component, in one micro-batch."""
     workload, element_bytes = job.workload, job.assumptions.element_bytes
@@ -209,16 +198,6 @@ def _bytes_per_device(job: TrainingJob, tokens: int) -> dict[str, float]:
         "gradient_buckets": bucket if job.num_data_ranks > 1 else 0.0,
         "activations": tokens / job.num_data_ranks * kept * element_bytes,
     }
-
-
-def _fewest_steps(job: TrainingJob, tokens: int, components: dict[str, float]) -> int | None:
-    """Fewest micro-batches of equal size that fit; None if no number does."""
-    most = tokens // job.least_tokens
-    others = sum(components.values()) - components["activations"]
-    least = formulas.least_ranks(components["activations"], others, job.target.chip.memory_bytes)
-    if least > most:
-        return None
-    return next(steps for steps in range(int(least), most + 1) if job.sequence_length == 1 or most % steps == 0)
 
 
 def _min_devices(job: TrainingJob, components: dict[str, float]) -> int | None:

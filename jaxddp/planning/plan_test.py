@@ -25,7 +25,7 @@ def test_the_scaling_books_example():
     assert found["min_tokens"] == 25_302 and found["compute_bound"] and found["fits"]
     assert not plan(replace(BOOK, tokens=25_301))["compute_bound"]
     assert plan(replace(BOOK, tokens=None))["tokens"] == 25_302
-    assert found["best_split"] == {"fsdp": 8, "tp": 8, "tokens": 16_594}
+    assert plan(replace(BOOK, fsdp=8, tp=8, tokens=None))["tokens"] == 16_594
     parts = found["bytes_per_device"]
     assert sum(parts[name] for name in ("parameters", "gradients", "optimizer_state")) == 16 * XXL.num_params / 64
     assert parts["gathered_parameters"] == 3 * 2 * (2 * 16384 * 53248) / 4
@@ -101,7 +101,7 @@ def test_the_best_buckets_are_those_of_the_backward_and_its_collectives():
     for gb_per_s in (1.0, 450.0):
         one = job(stage=0, gb_per_s=gb_per_s, tokens=32_768)
         backward_s = 2 * XL.flops_per_token * 32_768 / 8 / 989.4e12
-        assert plan(one)["buckets"] == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))._asdict()
+        assert plan(one)["buckets"] == best_buckets(backward_s, 2 * XL.num_params, *gradient_rate(one))
     assert plan(BOOK)["buckets"]["num_buckets"] == len(XXL.tensors)  # more and smaller ones would be better
     # By default up to an eighth of all gradients; the embedding of a small model is a bucket of its own.
     assert plan(one)["bytes_per_device"]["gradient_buckets"] == 2 * XL.num_params / 8

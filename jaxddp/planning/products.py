@@ -6,10 +6,9 @@
     kernels           1 us each, XLA's own estimate of a launch
     fused attention   the share of the peak that FlashAttention-2 reaches: 0.63 in A100's backward, 0.35 on later ones
 
-References:
-    OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h.
-    stas00/ml-engineering, compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm.
-    NVIDIA, Matrix Multiplication Background, DU-09799-001: tiles and waves. Dao, FlashAttention-2, 2023.
+OpenXLA, xla/service/gpu/model/default_matmul_perf_table.txtpb and gpu_performance_model_base.h. stas00/ml-engineering,
+compute/accelerator/README.md. blackwell-tensorcore-kernels, results/bench.csv, cublasSgemm. NVIDIA, Matrix
+Multiplication Background, DU-09799-001. Dao, FlashAttention-2, 2023.
 """
 
 import functools
@@ -31,7 +30,6 @@ _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (
 _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148, "gb200": 148, "gb300": 160}
 _MEMORY_SHARE = 0.92
 _ATTENTION_SHARES = {"a100": 0.63}
-_LATER_ATTENTION_SHARE = 0.35
 _KERNEL_S = 1e-6
 
 
@@ -59,7 +57,7 @@ def product_rate(chip: Chip, dtype: str, shape: Shape | tuple[()] = ()) -> float
 
 def attention_rate(chip: Chip, dtype: str) -> float:
     """FLOP/s of fused attention."""
-    share = _ATTENTION_SHARES.get(chip.name, _LATER_ATTENTION_SHARE) if chip.is_measured else 1.0
+    share = _ATTENTION_SHARES.get(chip.name, 0.35) if chip.is_measured else 1.0
     return share * chip.flops_per_s.get(dtype, min(chip.flops_per_s.values()))
 
 
@@ -87,9 +85,8 @@ def _busy(multiprocessors: int, shape: Shape) -> float:
 
 
 @functools.cache
-def _measurements() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_FILE.read_text())
-    return found
+def _measurements() -> Any:
+    return json.loads(_FILE.read_text())
 
 
 @functools.cache

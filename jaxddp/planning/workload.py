@@ -1,16 +1,16 @@
 """Counts of a model: parameters, FLOPs, elements that tensor parallelism reduces, elements kept for the backward.
 
-All counts are of a forward, in elements per token; a product with an m x n matrix takes 2 m n FLOPs. Of L blocks with
-the widths D and F, a context of T and H heads, each keeps for the backward:
+Elements per token of a forward; a product with an m x n matrix takes 2 m n FLOPs. Of L blocks with the widths D and F,
+a context of T and H heads, each keeps for the backward:
 
     feed-forward   D, the input, in full on every rank, and F split by tensor parallelism, which sums D; 3 F if gated
     attention      4 D in full (both norms and their results), 4 D split (query, key, value, mix), H T of weights
 
-Flash attention multiplies half of the square, keeps no weights, and has 5 products in the backward. Checkpointing
-(Korthikanti et al., MLSys 2023) computes activations again:
+Flash attention multiplies half of the square, keeps no weights, and has 5 products in the backward. What checkpointing
+(Korthikanti et al., MLSys 2023) computes again, and keeps:
 
-    selective   all but attention and every second product    keeps the block's input, the mix, half of what is split
-    full        the whole block                               keeps the block's input
+    selective   all but attention and every second product    the block's input, the mix, half of what is split
+    full        the whole block                               the block's input
 
 Memory-bound kernels of a fused forward read and write 13 D + 3 F elements per block, and 4 H T for weights that are
 kept; operation by operation, as PyTorch without compile, 36 D + 5 F and 12 H T.

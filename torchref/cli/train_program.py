@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
         description="Train a byte-level language model with data parallelism. Without --data the text is the Python "
         "standard library's own source. A rank is a process: those of the job under torchrun, srun or mpirun, else as "
         "many as --devices or --processes asks for, on this machine's GPUs or over Gloo on its CPU.",
-        allow_abbrev=False,
     )
     command.add_flags(parser, without=["compute_dtype"])
     parser.set_defaults(run=run)
