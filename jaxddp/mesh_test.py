@@ -1,6 +1,7 @@
 """Several processes over Gloo on loopback: the same trainer, weights from process 0."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -112,6 +113,18 @@ def test_bad_input():
     assert "process_id (=2) must be at least 0 and below num_processes (=2)" in found
     assert "num_ranks (=0) must be a positive integer" in refusal(data_mesh, 0)
     assert "num_devices (=True) must be a positive integer" in refusal(simulate_devices, True)
+
+
+@pytest.mark.parametrize("is_of_job", [False, True])
+def test_a_kubernetes_pod_is_left_to_jax_if_it_is_of_a_job(is_of_job, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    if is_of_job:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    seen = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: seen.append("KUBERNETES_SERVICE_HOST" in os.environ))
+    assert start_process() is None
+    assert seen == [is_of_job] and os.environ["KUBERNETES_SERVICE_HOST"] == "10.0.0.1"
 
 
 def test_a_coordinator_that_does_not_answer_is_named():

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import warnings
 import weakref
 import zlib
@@ -131,11 +132,12 @@ class CheckpointFolder(abc.ABC):
 
     def _take_lock(self) -> None:
         """Locks the folder, unless this process has, and removes what killed processes have left in it."""
+        if self._lock is not None:
+            return
         folder = self.directory
         folder.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
-            with contextlib.suppress(FileNotFoundError):
-                self._lock = _locks.get(_key(os.stat(folder / _WRITER)))
+        with contextlib.suppress(FileNotFoundError):
+            self._lock = _locks.get(_key(os.stat(folder / _WRITER)))
         if self._lock is not None:
             return
         if not os.access(folder, os.W_OK | os.X_OK):  # now, and not after hours of training
@@ -171,7 +173,7 @@ class CheckpointFolder(abc.ABC):
 
     def _write(self, about: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Has ``write`` write ``state...`` into a folder, adds ``about``, and removes the oldest checkpoint."""
-        step, path = about["step"], self._path(about["step"])
+        step, path, outer = about["step"], self._path(about["step"]), sys.exception()  # the last: what a caller handles
         partial, saved_at = path.with_name(f"{step}.partial"), datetime.now(UTC).isoformat(timespec="seconds")
         try:
             partial.mkdir()
@@ -183,7 +185,8 @@ class CheckpointFolder(abc.ABC):
             _on_disk(partial / "about.json")
             partial.rename(path)
         except Exception as error:
-            of_system = error if isinstance(error, OSError) else error.__context__  # while torch handles that
+            inner = None if error.__context__ is outer else error.__context__  # torch raises its own meanwhile
+            of_system = error if isinstance(error, OSError) else inner
             reason = getattr(of_system, "strerror", None) or str(error).partition("\n")[0]
             raise OSError(f"{self._name(step)} was not saved: {reason}") from error
         finally:

@@ -1,9 +1,20 @@
-"""Arrays of any library in NumPy. Both packages use this file; it imports torch for a tensor of torch's alone."""
+"""Weights in NumPy, also from a file. Both packages use this; it imports torch for a tensor of torch's alone."""
 
+import os
+import zipfile
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Reads what ``np.savez(path, **interop.to_numpy(params))`` wrote; a ValueError if it is damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file) as archive:
+            return dict(archive)
+    except (zipfile.BadZipFile, ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
 
 
 def as_numpy(array: Any) -> np.ndarray:

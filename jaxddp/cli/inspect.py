@@ -5,6 +5,7 @@ import json
 import math
 import pkgutil
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -98,7 +99,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
     from ..registry import is_bucketed, make_strategy
 
     machine, network = machine_and_network(arguments)
-    loss_fn, optimizer, params, batch, *options = _training(arguments, machine.num_devices)  # one dict, or none
+    loss_fn, optimizer, params, batch, options = _training(arguments, machine.num_devices)
     strategies: list[Any] = [*dict.fromkeys([arguments.strategy, *arguments.compare])]
     if (cap := arguments.bucket_mb) is not None:
         if not any(map(is_bucketed, strategies)):
@@ -106,7 +107,7 @@ def inspected(arguments: argparse.Namespace) -> list[Any]:
         strategies = [make_strategy(name, bucket_mb=cap) if is_bucketed(name) else name for name in strategies]
     return inspect(
         loss_fn, optimizer, params, batch, strategies, target=machine.spec, peaks=arguments.peaks, network=network,
-        say=partial(print, flush=True), **dict(*options),
+        say=partial(print, flush=True), **options,
     )  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def machine_and_network(arguments: argparse.Namespace) -> tuple[Target, Network]
 
 def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...]:
     from ..instruments.inspect import transformer_training
+    from ..training.train import Trainer
 
     if (spec := arguments.trainer) is None:
         num_sequences = check_integer("batch_per_device", arguments.batch_per_device) * num_devices
@@ -132,7 +134,13 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
         make = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
-    return make()  # an error within it is its author's, and is not caught
+    made = make() if callable(make) else None  # an error within it is its author's, and is not caught
+    if not isinstance(made, tuple) or len(made) not in (4, 5):
+        raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), or these and options")
+    *made, options = (*made, {})[:5]
+    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only} - {"model_state"}:
+        raise ValueError(f"trainer (={spec}) must give options of jaxddp.Trainer, or a model_state, not {min(unknown)}")
+    return (*made, options)
 
 
 def show(inspections: list[Any], model: str) -> None:
@@ -181,12 +189,16 @@ def show_trace(arguments: argparse.Namespace) -> None:
     if {arguments.target, arguments.network_file, arguments.network_gb_per_s} != {None}:
         machine, network = machine_and_network(arguments)
     trace = read_trace(arguments.trace)
+    kinds, collectives = trace.kinds(), trace.collectives()
+    if not collectives:
+        said = ", ".join(f"{time_us / 1e3:.4g} ms of {kind}" for kind, (_, time_us) in kinds.items())
+        raise ValueError(f"profile (={arguments.trace}) must hold collectives: it has {said}")
     if arguments.write_network is not None:
         written = json.dumps({"source": arguments.trace, "us": trace.curves()}, indent=1)
         with Path(arguments.write_network).open("x") as file:
             file.write(written + "\n")
     notes, rows = [*trace.notes], []
-    for (kind, num_bytes, num_ranks), times_us in trace.collectives().items():
+    for (kind, num_bytes, num_ranks), times_us in collectives.items():
         shortest, curve, ratio = min(times_us), "-", "-"
         if network and num_bytes is not None and num_ranks is not None and kind in KINDS:
             curve_us = network.seconds(kind, num_bytes, range(num_ranks)) * 1e6
@@ -197,7 +209,7 @@ def show_trace(arguments: argparse.Namespace) -> None:
         rows.append((kind, size, str(num_ranks or "?"), *times, curve, ratio))
     devices = [[name, *(f"{us / 1e3:.3f}" for us in one)] for name, one in trace.overlaps().items()]
     print(f"{arguments.trace}\n\n{table(_DEVICE_HEADS, devices)}\n")
-    of_kinds = [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in trace.kinds().items()]
+    of_kinds = [[kind, f"{count:,}", f"{us / 1e3:.3f}"] for kind, (count, us) in kinds.items()]
     print(table(("kind", "events", "all of them\nms"), of_kinds))
     print(f"\n{table(_SENT_HEADS, rows)}\n\n{paragraph(_TRACE_LEGEND)}")
     print(paragraph(network_in_words(machine, network) if machine and network else "no network: give --target"))

@@ -118,6 +118,9 @@ def make():
 
 def wrong():
     return 1, 2
+
+def unknown():
+    return *huge(), {"microbatches": 2}
 """
 
 
@@ -157,7 +160,10 @@ def test_a_training_that_is_none(own, capsys):
     for options, message in {
         "no_such_module:make": "trainer (=no_such_module:make) must be MODULE:FUNCTION, such as my_module:make: No",
         "own_training:none": "trainer (=own_training:none) must be MODULE:FUNCTION, such as my_module:make: module",
-        "own_training:wrong": "not enough values to unpack (expected at least 4, got 2)",
+        "own_training": "trainer (=own_training) must give (loss_fn, optimizer, params, batch)",
+        "own_training:wrong": "trainer (=own_training:wrong) must give (loss_fn, optimizer, params, batch)",
+        "own_training:unknown": "trainer (=own_training:unknown) must give options of jaxddp.Trainer, or a model_state,"
+        " not microbatches",
         "own_training:huge": "parameters and optimizer state alone need 167.6 GB on each device of 'h100:8'",
     }.items():
         assert_refused(f"inspect --trainer {options}", message, capsys)
@@ -287,6 +293,7 @@ def test_wrong_options_and_profiles_without_collectives_are_one_line(profile, ca
         {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 0, "dur": 4, "args": {"device": 0}}
     ]}))  # fmt: skip
     for options, message in {
+        ("--trace", tmp_path / "one.json"): "must hold collectives: it has 0.004 ms of products",
         ("--trace", profile, "--write-network", tmp_path / "one.json"): "File exists: ",
     }.items():
         assert main(["inspect", *map(str, options)]) == 2

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
-from zipfile import BadZipFile
 
 from .. import __version__
 from ..processes.job import print_line
@@ -61,7 +60,7 @@ def run_command(package: str, description: str, modules: Iterable[Any], argument
     gc.set_threshold(100_000, 20, 100)  # JAX's callback of each collection swallows a Ctrl-C that comes meanwhile
     try:
         status = parsed.run(parsed)
-    except (FloatingPointError, ReplicaError, ValueError, OSError, BadZipFile, EOFError) as error:  # or damaged weights
+    except (FloatingPointError, ReplicaError, ValueError, OSError) as error:
         line = f"error: {' '.join(str(error).split())}"
         print_line(line)
         status = {FloatingPointError: 3, ReplicaError: 4}.get(type(error), 2)

@@ -73,13 +73,17 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("devices", "processes", "steps", "batch_size", "microbatches"):
             check_integer(name, 1 if getattr(self, name) is None else getattr(self, name))
+        check_integer("checkpoint_every", self.checkpoint_every, 0)
         check_positive("learning_rate", self.learning_rate)
+        check_positive("stuck_s", self.stuck_s)
         if check_integer("seed", self.seed, 0) >= 2**63:
             raise ValueError(f"seed (={self.seed}) must be below 2^63")
         if self.resume and self.checkpoint is None:
             raise ValueError(f"resume (={self.resume}) must come with checkpoint, the folder to go on from")
         if self.max_restarts and self.checkpoint is not None and not self.resume:
             raise ValueError(f"max_restarts (={self.max_restarts}) must come with resume where there is a checkpoint")
+        if self.devices and self.processes and self.devices % self.processes:
+            raise ValueError(f"processes (={self.processes}) must divide devices (={self.devices})")
         if num_ranks := self.devices or self.processes:
             self.check_batch_size(num_ranks)
         if self.bucket_mb is not None and self.strategy in ("naive", "flat", "overlapped"):
@@ -230,10 +234,12 @@ def _resume(options: TrainOptions, data: dict[str, Any], training: Any, folder: 
         return 0
     if not options.resume:
         raise ValueError(f"checkpoint (={options.checkpoint!r}) holds step {step}: resume, or another folder")
-    saved = training.restore(folder) or {}
+    saved = training.restore(folder)
+    if not isinstance(saved, dict) or saved.keys() != {*data, "examples"}:
+        raise ValueError(f"checkpoint (={options.checkpoint!r}) must be one of this command, not of another program")
     for name, given in data.items():
-        if given != saved.get(name):
-            raise ValueError(f"{name} (={given}) must be {saved.get(name)}, as in the checkpoint, to go on in the data")
+        if given != saved[name]:
+            raise ValueError(f"{name} (={given}) must be {saved[name]}, as in the checkpoint, to go on in the data")
     if saved["examples"] % options.batch_size:
         raise ValueError(f"batch_size (={options.batch_size}) must divide the examples taken (={saved['examples']})")
     complete = f"complete: {training.num_steps} of {options.steps} steps are taken"

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
 import jaxddp
 
 from ..checkpoint.interop import from_numpy
+from ..checkpoint.weights import load_weights
 from ..models import build
 from ..processes.job import find_job
 from ..training.agreement import check_alike
@@ -37,7 +37,7 @@ def train(options: TrainOptions, say: Callable[[str], None] = lambda line: None)
 
     loss_fn, params = build(options.model, seed=options.seed)
     if options.weights is not None:
-        params = from_numpy(np.load(options.weights), params)
+        params = from_numpy(load_weights(options.weights), params)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     kind = mesh.devices.flat[0].device_kind
     kind += ", simulated" if kind == "cpu" and jax.process_count() == 1 else ""

@@ -155,7 +155,7 @@ def test_a_complete_run_takes_no_more_steps_and_what_does_not_fit_its_checkpoint
     with jaxddp.Checkpoints(tmp_path / "of another program") as checkpoints:
         checkpoints.save(trainer, trainer.init(params), data_position={"epoch": 1})
     found = refusal(train, bigram(checkpoint=str(tmp_path / "of another program"), resume=True))
-    assert found.startswith("seed (=0) must be None, as in the checkpoint")
+    assert "must be one of this command" in found
 
 
 @pytest.fixture

@@ -18,6 +18,12 @@ from jaxddp.models import SIZES, build
 
 BAD_INPUT = {
     "": "the following arguments are required: COMMAND",
+    "train --seed -1": "seed (=-1) must be a non-negative integer",
+    "train --seed 9223372036854775808": "seed (=9223372036854775808) must be below 2^63",
+    "train --devices 3 --batch-size 6 --processes 2": "processes (=2) must divide devices (=3)",
+    "train --checkpoint-every -1": "checkpoint_every (=-1) must be a non-negative integer",
+    "train --stuck-s 0": "stuck_s (=0.0) must be a positive finite number",
+    "train --strategy flat --bucket-mb 3": "strategy 'flat' has no buckets: leave out bucket_mb (=3)",
     "train --nonsense": "unrecognized arguments: --nonsense; see python -m jaxddp --help",
     "train --strategy fast": "unknown strategy 'fast': one of ",
     "train --model tiny": "argument --model: invalid choice: 'tiny' (choose from ",

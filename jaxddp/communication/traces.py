@@ -139,10 +139,11 @@ def expressions(program: Any, inputs: Sequence[Value]) -> list[Value]:
             moves = name == "reshape" and params["dimensions"] not in (None, tuple(range(len(shapes[0]))))
             if operands[0].is_uniform or (shapes[0] == out_shapes[0] and not moves):
                 return operands[:1]
-        if name in ELEMENTWISE:
+        if name in ELEMENTWISE and (name != "bitcast_convert_type" or shapes == (*out_shapes,)):  # of one width
             pairs = zip(operands, shapes, strict=True)
-            meet = [value.is_uniform or shape == out_shapes[0] for value, shape in pairs]
-            return [combined(operands, name, params, meet)]
+            # Of an operand with a dimension of 1, each element meets several, which may be on other ranks.
+            apart = [shape for value, shape in pairs if not value.is_uniform and shape != out_shapes[0]]
+            return [combined(operands, name, params, apart and (shapes, out_shapes))]
         numbers = [_number(name, params, shapes, place, *operands) for place in range(len(out_shapes))]
         return [Value(number, math.prod(shape) <= 1) for number, shape in zip(numbers, out_shapes, strict=True)]
 

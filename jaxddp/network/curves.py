@@ -56,6 +56,8 @@ class Network:
 
     def __post_init__(self) -> None:
         check_positive("network gb_per_s", self.gb_per_s)
+        if not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency_us (={self.latency_us}) must be a finite number of microseconds, 0 or more")
         if self.host_gb_per_s is not None:
             check_positive("network host_gb_per_s", self.host_gb_per_s)
         if self.devices_per_host is not None:

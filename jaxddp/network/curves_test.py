@@ -46,7 +46,9 @@ def test_bytes_by_level():
     assert HOSTS.sent_bytes("all-to-all", 512, range(16)) == (224, 256)
 
 
-@pytest.mark.parametrize(("name", "value"), [("gb_per_s", 0), ("host_gb_per_s", math.inf), ("devices_per_host", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("gb_per_s", 0), ("host_gb_per_s", math.inf), ("latency_us", -1), ("devices_per_host", 0)]
+)
 def test_numbers_out_of_range(name, value):
     assert f"{name} (={value}) must be a " in refusal(Network, **{"gb_per_s": 50, name: value})
 

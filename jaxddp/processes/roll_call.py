@@ -8,10 +8,9 @@ away. When all have come, process 0 compares what they bring, and answers with n
 import contextlib
 import hmac
 import json
-import math
 import os
 import socket
-import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -20,7 +19,7 @@ from typing import Any
 from .job import Job, print_line
 
 _RETRY_S = 0.1
-_MESSAGE_S = 3.0  # for one that has called to say who it is
+_MESSAGE_S = 1.0  # for one that has called to say who it is
 _LATE_S = 5.0  # after the timeout, in which process 0 names those that are missing
 _MAX_BYTES = 2**20  # of a message
 
@@ -33,14 +32,19 @@ def meet(job: Job, alike: Mapping[str, Any], timeout_s: float) -> dict[int, Conn
     """Waits for all processes of a job, and compares what they bring; every process calls it.
 
     ``alike`` are JSON values. Gives process 0 a connection to each other process, by its number, and the others that to
-    process 0. Raises an OSError if the port is taken; a ValueError if processes do not come in time, or disagree.
+    process 0. Raises a ValueError if the port is taken, processes do not come in time, or they disagree.
     """
     alike = {"num_processes": job.num_processes, **alike}
     if job.process_id > 0:
         return {0: _report(job, alike, timeout_s)}
     deadline = time.monotonic() + timeout_s
     came, connections = {0: alike}, dict[int, Connection]()
-    with job.listen() as listener:
+    try:
+        listener = job.listen()
+    except (OSError, OverflowError) as error:
+        why = f"cannot listen ({error}): set MASTER_ADDR and MASTER_PORT"
+        raise ValueError(f"coordinator {job.address} {why}") from error
+    with listener:
         listener.settimeout(_RETRY_S)
         while len(came) < job.num_processes and time.monotonic() < deadline:
             try:
@@ -132,8 +136,9 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
             break
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
+                why = str(error) or "it says nothing"
                 raise ValueError(
-                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {error}"
+                    f"coordinator {job.address} of process 0 must answer within {timeout_s:g} s: {why}"
                 ) from error
             time.sleep(_RETRY_S)
     if fault:
@@ -142,9 +147,12 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
 
 
 def _hear(connection: Connection, timeout_s: float) -> bytes:
-    """What the other end says; an OSError or EOFError if it does not, or never ends it, as a stranger may."""
+    """What the other end says; an OSError or EOFError if it has not said all of it in time, as a stranger may not."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", math.ceil(timeout_s), 0))
-        said = connection.recv_bytes(_MAX_BYTES)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # none
-    return said
+        timer = threading.Timer(timeout_s, ours.shutdown, (socket.SHUT_RDWR,))
+        timer.start()
+        try:
+            return connection.recv_bytes(_MAX_BYTES)
+        finally:
+            timer.cancel()
+            timer.join()

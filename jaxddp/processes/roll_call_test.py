@@ -1,5 +1,6 @@
 """Who is missing, who is there twice, who is a stranger, and who brings something else."""
 
+import contextlib
 import json
 import socket
 import time
@@ -135,10 +136,13 @@ def test_a_stranger_that_never_ends_its_answer_does_not_hold_a_process(monkeypat
         caller, _ = stranger.accept()
         with caller:
             caller.sendall((100).to_bytes(4, "big"))
-            assert "must answer within 0.5 s: " in process.result(timeout=5)
+            with contextlib.suppress(BrokenPipeError):
+                for _ in range(10):
+                    time.sleep(0.2)
+                    caller.sendall(b" ")
+            assert process.done() and "must answer within 0.5 s: " in process.result()
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        with pytest.raises(OSError, match="Address already in use"):
-            join(make_job(port=server.getsockname()[1]))
+        assert "cannot listen" in join(make_job(port=server.getsockname()[1]))

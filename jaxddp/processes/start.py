@@ -41,17 +41,23 @@ def start_process(
             that of ``launch --stuck-s``, else 600, if None.
         preemption_service: Whether JAX takes SIGTERM, for ``multihost_utils.reached_preemption_sync_point``.
 
-    Raises a ValueError if the job contradicts itself, JAX has started, or other processes do not come in time; an
-    OSError if the coordinator's port is taken.
+    Raises a ValueError if the job contradicts itself, JAX has started, the coordinator's port is taken, or other
+    processes do not come in time.
     """
     timeout_s, stuck_s = waits(timeout_s, stuck_s)
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
+        # JAX takes every Kubernetes pod for one of an indexed Job, and fails in others, such as a notebook's.
+        is_of_job = "JOB_COMPLETION_INDEX" in os.environ
+        kubernetes = None if is_of_job else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
         try:
             jax.distributed.initialize()
         except ValueError as error:
             if "coordinator_address" not in str(error):  # JAX's words for no job
                 raise
+        finally:
+            if kubernetes is not None:
+                os.environ["KUBERNETES_SERVICE_HOST"] = kubernetes
         return None
     local_devices = job.local_devices(len(visible_gpus()))
     if job.num_processes > 1:

@@ -26,6 +26,8 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, state: EmaState, params: Any = None, **extra_args: Any) -> tuple[Any, EmaState]:
         del extra_args
+        if params is None:
+            raise ValueError("params_ema must be given the parameters: call update(updates, state, params)")
         new = optax.apply_updates(params, updates)
         return updates, EmaState(optax.incremental_update(new, state.ema, 1 - decay))
 

@@ -126,6 +126,8 @@ def test_bad_input():
     for optimizer, count in ((optax.adam(0.1), 0), (twice, 2)):
         trainer = trainer_of(jaxddp.zero1(), optimizer=optimizer)
         assert f"and keeps {count}" in refusal(trainer.averaged, trainer.init(inputs()[0]))
+    ema, params = jaxddp.params_ema(0.5), inputs()[0]
+    assert "must be given the parameters" in refusal(ema.update, params, ema.init(params))
     partly = optax.masked(jaxddp.params_ema(0.5), {"a": True, "b": False, "scale": None})
     trainer = trainer_of(jaxddp.bucketed(), optimizer=optax.chain(optax.adam(0.1), partly))
     with pytest.raises(ValueError, match="None"):  # of two trees that differ

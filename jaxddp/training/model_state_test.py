@@ -215,6 +215,7 @@ def test_evaluation_takes_it_and_leaves_it_and_must_know_that_it_is_none():
 
 def test_a_state_of_another_form_is_refused():
     for new_state, message in (
+        (lambda state: {"b": state["a"]}, "new_state (=PyTreeDef({'b': *})) must be as model_state (="),
         (lambda state: {"a": state["a"][:1]}, "new_state leaf 'a' (=float64[1])"),
         (lambda state: {"a": state["a"].astype(jnp.float32)}, "new_state leaf 'a' (=float32[2])"),
     ):

@@ -59,11 +59,12 @@ def _full(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """A rank's part, or a longer one where that has the full shape, as on one rank."""
+    """A rank's part, or half of the full shape where that is the part, as on one rank; of one element, twice."""
     shape = leaf.on_rank.shape
     if leaf.cut is not None and shape == leaf.shape:
         dim = len(shape) - 1 if leaf.cut.dim is None else leaf.cut.dim
-        shape = (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :])
+        half = math.ceil(shape[dim] / 2)
+        shape = (*shape[:dim], half if half < shape[dim] else 2 * half, *shape[dim + 1 :])
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 

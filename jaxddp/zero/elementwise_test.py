@@ -239,6 +239,29 @@ def test_a_parameter_of_one_element_is_on_one_rank_alone(num_ranks):
         assert "is another computation" in refusal(check, optimizer, leaves)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_row_whose_shard_is_one_element_may_not_scale_the_columns_of_another_parameter(num_ranks):
+    leaves = cut_leaves({"kernel": Leaf((8, 2), jnp.float32), "bias": Leaf((1, 2), jnp.float32)}, num_ranks)
+    scaled = of_gradients(lambda grads: grads | {"kernel": grads["kernel"] * grads["bias"]})
+    assert refusal(check, scaled, leaves).startswith("optimizer must be element-wise")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_bytes_of_a_number_are_not_equal_at_every_element(num_ranks):
+    def by_bytes(grad):
+        parts = jax.lax.bitcast_convert_type(jnp.float32(1.5) + jnp.zeros(()), jnp.uint8)
+        return grad * parts[: len(grad)]
+
+    leaves = cut_leaves({"w": Leaf((4,), jnp.float32)}, num_ranks)
+    assert "'update.w' is another computation" in refusal(check, of_each_gradient(by_bytes), leaves)
+
+
+def test_a_mask_by_size_is_judged_alike_on_one_rank_and_on_two():
+    small = optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.size > 45, params))
+    for num_ranks in (1, 2):
+        check(small, cut_leaves({"w": Leaf((8, 5), jnp.float32)}, num_ranks))
+
+
 def test_parameters_of_one_shape_must_be_cut_alike_if_they_meet():
     leaves = whole({name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "ab"})
     swap = of_gradients(lambda grads: {"a": grads["a"] + grads["b"], "b": grads["b"]})

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from jaxddp.checkpoint.weights import load_weights
 from jaxddp.cli import train as command
 from jaxddp.cli.launch import launch
 from jaxddp.processes.job import find_job, visible_gpus
@@ -68,7 +68,7 @@ def train(options: command.TrainOptions, say: Callable[[str], None]) -> list[com
 
     module = build(options.model, seed=options.seed)
     if options.weights is not None:
-        from_numpy(np.load(options.weights), module)
+        from_numpy(load_weights(options.weights), module)
     num_params = sum(parameter.numel() for parameter in module.parameters())
     optimizer_cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[options.optimizer]
     net, optimizer = make_training(  # AdamW's weight decay is 0.01
