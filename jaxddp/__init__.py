@@ -10,7 +10,9 @@
 A public name is loaded when it is first used, so importing this package or its planner imports no JAX.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -47,41 +49,19 @@ if TYPE_CHECKING:
     from .training.xla import compile_options as compile_options
     from .tree import named_leaves as named_leaves
     from .zero import layer as layer, zero1 as zero1, zero2 as zero2, zero3 as zero3
-
-_NAMES = {
-    ".": "flax network parity",
-    ".checkpoint.checkpoints": "Checkpoints",
-    ".communication": "hooks",
-    ".communication.buckets": "BucketPlan TensorSpec plan_buckets",
-    ".ddp": "bucketed flat naive overlapped",
-    ".instruments": "targets",
-    ".instruments.collectives": "collectives",
-    ".instruments.inspect": "inspect",
-    ".instruments.schedule": "gradient_collectives read_schedule",
-    ".loss": "Mean PerExample Sum Weighted",
-    ".mesh": "data_mesh simulate_devices",
-    ".network": "Network",
-    ".processes.roll_call": "ReplicaError",
-    ".processes.start": "local_rows start_process",
-    ".registry": "STRATEGIES make_strategy",
-    ".strategy": "Strategy",
-    ".training.allocator": "keep_freed_memory",
-    ".training.ema": "params_ema",
-    ".training.own_loop": "jit plan_gradients shard_optimizer sharded_specs sync_gradients value_and_grad",
-    ".training.replicas": "check_replicas",
-    ".training.train": "Trainer TrainState",
-    ".training.xla": "compile_options",
-    ".tree": "named_leaves",
-    ".zero": "layer zero1 zero2 zero3",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-if not TYPE_CHECKING:  # type checkers would accept any name
+else:  # type checkers would accept any name
+    # The imports above are the one list of names and of where they are.
+    _MODULES = {
+        alias.name: f".{node.module}" if node.module else ""
+        for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        path = _MODULES[name].rstrip(".")
+        path = _MODULES[name]
         module = import_module(path, __name__) if path else None
         value = getattr(module, name) if hasattr(module, name) else import_module(f"{path}.{name}", __name__)
         return globals().setdefault(name, value)
