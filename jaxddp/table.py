@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "collective-permute": "CP"}
 _WIDTH_ELSEWHERE = 160  # of files and pipes
@@ -43,10 +43,10 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, terminal_width(), break_long_words=False, break_on_hyphens=False)
 
 
-def count_kinds(collectives: Iterable[tuple[str, int]]) -> str:
-    """Counts collectives by kind, such as ``2 AR + 1 AG``."""
+def count_kinds(collectives: Iterable[tuple[str, int]], names: Mapping[str, str] = _SHORT) -> str:
+    """Counts collectives by kind, such as ``2 AR + 1 AG``; a kind without a name by itself."""
     counts = Counter(kind for kind, _ in collectives)
-    return " + ".join(f"{count:,} {_SHORT.get(kind, kind)}" for kind, count in counts.items()) or "none"
+    return " + ".join(f"{count:,} {names.get(kind, kind)}" for kind, count in counts.items()) or "none"
 
 
 def terminal_width() -> int:

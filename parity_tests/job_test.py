@@ -184,7 +184,7 @@ def test_train_prints_the_losses_of_one_device(framework, launcher, alone, tmp_p
     train = " ".join(["-m", framework, "train", *options, f"--strategy=zero1 --weights={path}"])
     start = f"python3 {train} --processes=2" if name == "launch" else block(name).replace("script.py", train)
     output = run(name, start, tmp_path, variables)
-    planned = "4 AR" if framework == "jaxddp" else r"2 RS \+ 2 AG"
+    planned = "4 all-reduce" if framework == "jaxddp" else r"2 reduce-scatter \+ 2 all-gather"
     assert len(re.findall(rf"planned {planned}, .* (?:compiled|issued): the same$", output, re.M)) == 1
     found = re.findall(r"^step \d/3  loss ([\d.]+)", output, re.M)
     found += re.findall(r"^step 3/3 .* validation ([\d.]+) nats", output, re.M)

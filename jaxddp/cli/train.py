@@ -260,7 +260,9 @@ def progress(options: TrainOptions, reports: Sequence[StepReport]) -> str | None
 
 def summary(options: TrainOptions, reports: Sequence[StepReport], planned: Any, found: Any, how: str) -> list[str]:
     """Lines about a run that has taken all its steps; planned and found collectives are (kind, bytes) of a step."""
-    wanted, said = (f"{count_kinds(of)}, {sum(size for _, size in of) / MIB:.1f} MiB" for of in (planned, found))
+    wanted, said = (
+        f"{count_kinds(of, names={})}, {sum(size for _, size in of) / MIB:.1f} MiB" for of in (planned, found)
+    )
     said = f"{said}, NOT AS PLANNED" if sorted(planned) != sorted(found) else "the same"
     return [
         f"collectives  planned {wanted} per step; {how}: {said}",

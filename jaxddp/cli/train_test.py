@@ -88,7 +88,7 @@ def test_program_in_a_pipe_that_cannot_encode_a_path(tmp_path):
     assert re.findall(r"^step (\d)/6 .* validation ", result.stdout, re.M) == ["3", "6"]
     summary = dict(re.findall(r"^(\w+(?: time)?)  +(.*)$", result.stdout, re.M))
     size = 4 * SIZES["byte_shallow"].num_params / 2**20
-    assert summary["collectives"] == f"planned 2 AR, {size:.1f} MiB per step; compiled: the same"
+    assert summary["collectives"] == f"planned 2 all-reduce, {size:.1f} MiB per step; compiled: the same"
 
 
 def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
@@ -100,7 +100,7 @@ def test_steps_are_a_line_now_and_then_and_one_for_each_validation():
     assert lines[3] == "step  13/100  loss 5.870  1,024 tokens/s  validation 2.000 nats, 2.885 bits per byte"
     collectives = [("all-reduce", 2**20), ("all-reduce", 3 * 2**20)]
     (first, *_) = summary(options, reports, collectives, [("all-reduce", 2**22)], "compiled")
-    assert first.endswith("compiled: 1 AR, 4.0 MiB, NOT AS PLANNED")
+    assert first.endswith("compiled: 1 all-reduce, 4.0 MiB, NOT AS PLANNED")
 
 
 def signalled_at_its_first_step(arguments, number, framework="jaxddp"):
