@@ -124,6 +124,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "min_tokens": math.ceil(least) if math.isfinite(least) else None,
         "microbatch_times_s": {name.removesuffix("_s"): float(each) for name, each in times._asdict().items()},
+        "best_split": _best_split(job),
         "step_s": step and {**step._asdict(), "step_s": step.step_s},
         "best_bucket_mb": buckets and buckets["bucket_bytes"] / MIB,
         "buckets": buckets,  # best of a micro-batch's gradients
@@ -140,6 +141,14 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "notes": notes,
     }
+
+
+def _best_split(job: TrainingJob) -> dict[str, int]:
+    """The split X Y = N with the smallest compute-bound batch."""
+    splits = [(job.num_devices // tp, tp) for tp in range(1, job.num_devices + 1) if job.num_devices % tp == 0]
+    least = {each: formulas.min_tokens(job.workload, _rates(job, *each), *each, 1, job.assumptions) for each in splits}
+    fsdp, tp = min(least, key=least.__getitem__)
+    return {"fsdp": fsdp, "tp": tp, "tokens": math.ceil(least[fsdp, tp])}
 
 
 def gradient_rate(job: TrainingJob) -> tuple[float, float]:

@@ -134,20 +134,11 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Call it in a loop over layers, or in the body of ``lax.scan`` over a stack of them; inside of ``lax.cond``,
     ``lax.switch`` and ``lax.while_loop`` it marks nothing. Other strategies run ``fn`` as it is. A unit saves results
-    of matrix products for the backward; with ``jax.checkpoint``, inside or around, only its inputs.
+    of matrix products for the backward; with ``jax.checkpoint``, inside or around, only its inputs (``docs/zero.md``).
 
     Args:
         fn: ``(layer_params, *args)``, all trees of arrays, ``->`` a tree of arrays. Pass the model's parameters
             unchanged, or what ``lax.scan`` takes of a stack. What it changes in variables of Flax NNX is kept.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> dense = layer(lambda params, x: jnp.tanh(x @ params["kernel"]))
-        >>> def loss_fn(params, batch):
-        ...     x = batch["x"]
-        ...     for one in params["layers"]:
-        ...         x = dense(one, x)
-        ...     return jnp.mean((x - batch["y"]) ** 2)
     """
 
     @functools.wraps(fn)
