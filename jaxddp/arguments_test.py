@@ -44,6 +44,7 @@ FUNCTIONS = {name: of_trainer(name) for name in OPTIONS} | {
     "step of a batch": lambda value: trainer().step(trainer().init(PARAMS), value),
     "a leaf of a batch": lambda value: trainer().step(trainer().init(PARAMS), {"x": value}),
     "bucketed": jaxddp.bucketed,
+    "hook": lambda value: jaxddp.bucketed(hook=value),
     "min_shard_elements": lambda value: jaxddp.zero3(min_shard_elements=value),
     "make_strategy": jaxddp.make_strategy,
     "max_grad_norm": lambda value: jaxddp.shard_optimizer(optax.sgd(0.1), "data", max_grad_norm=value),

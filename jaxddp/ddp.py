@@ -152,4 +152,6 @@ def bucketed(bucket_mb: BucketMb = "default", *, rule: Rule = "before", hook: Ho
         hook: Sums a bucket over ranks, ``(buffer, axis) -> sum``, without state, such as ``jaxddp.hooks.bf16``.
     """
     plan_all_reduces([], bucket_mb, rule=rule)  # refuses a bad cap now, not at the first step
+    if not (hook is None or callable(hook)):
+        raise ValueError(f"hook (={hook!r}) must be a function, (buffer, axis) -> its sum over the ranks")
     return replicated("bucketed", partial(plan_all_reduces, bucket_mb=bucket_mb, rule=rule), hook)

@@ -134,7 +134,7 @@ def read_schedule(compiled: Any) -> Schedule:
     try:
         module = parse_module(compiled if is_text else compiled.as_text())
         operations = _read(module.entry)
-    except (LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
+    except (AttributeError, LookupError, ArithmeticError, RuntimeError, StopIteration, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"the HLO module cannot be read: {kind}{' '.join(str(error).split())[:160]}") from error
     memory = None if is_text else compiled.memory_analysis()

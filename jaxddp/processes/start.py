@@ -48,8 +48,7 @@ def start_process(
     job = find_job_or(coordinator_address, num_processes, process_id)
     if job is None:
         # JAX takes every Kubernetes pod for one of an indexed Job, and fails in others, such as a notebook's.
-        is_of_job = "JOB_COMPLETION_INDEX" in os.environ
-        kubernetes = None if is_of_job else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
+        kubernetes = None if "JOB_COMPLETION_INDEX" in os.environ else os.environ.pop("KUBERNETES_SERVICE_HOST", None)
         try:
             jax.distributed.initialize()
         except ValueError as error:
