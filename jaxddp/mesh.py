@@ -26,16 +26,13 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:
-    """Builds the mesh of data parallelism: ``[num_ranks]`` along ``axis``.
+    """Builds the mesh of data parallelism, ``[num_ranks]`` along ``axis``; a ValueError if devices do not suffice.
 
     Args:
         num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.
         axis: Name of the mesh axis.
         replicas: Groups of consecutive ranks, such as one a host, that ZeRO shards within; each holds all of the state.
             Then the mesh is ``[replicas, num_ranks / replicas]`` along ``("replica", axis)``.
-
-    Raises:
-        ValueError: If ranks and devices, or ranks and ``replicas``, do not go together.
 
     Example:
         >>> dict(data_mesh(4).shape), dict(data_mesh(8, replicas=2).shape)

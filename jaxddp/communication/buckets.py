@@ -94,7 +94,7 @@ def plan_buckets(
     rule: Rule = "before",
     after_backward: bool = False,
 ) -> BucketPlan:
-    """Groups tensors into buckets of at most ``bucket_mb`` MiB.
+    """Groups tensors into buckets of at most ``bucket_mb`` MiB; a ValueError if a cap is not positive and finite.
 
     A larger tensor gets its own bucket, each dtype fills its own, and tensors without elements are left out. Buckets
     are launched in the order in which their last tensor is ready.
@@ -105,9 +105,6 @@ def plan_buckets(
             one bucket; ``"default"`` for PyTorch's 25 MiB after a first bucket of 1 MiB.
         rule: ``"before"`` closes a bucket before a tensor would exceed the cap; ``"torch"`` after it has reached it.
         after_backward: Recorded in the plan.
-
-    Raises:
-        ValueError: If a cap is not a positive finite number, or the rule is unknown.
 
     Example:
         >>> tensors = [TensorSpec(name, (256, 1024), "float32") for name in "dcba"]  # 1 MiB each

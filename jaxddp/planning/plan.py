@@ -75,17 +75,7 @@ def plan(job: TrainingJob) -> dict[str, Any]:
     workload, target, network = job.workload, job.target, job.network
     rates = _rates(job, *job.ranks[:2])
     least = formulas.min_tokens(workload, rates, *job.ranks, job.assumptions)
-    if (tokens := job.tokens) is None:  # the smallest compute-bound batch, in whole sequences
-        if math.isinf(least):
-            raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
-        step_tokens = 1 if job.sequence_length == 1 else job.least_tokens
-        tokens = max(math.ceil(least / step_tokens) * step_tokens, job.least_tokens)
-    held = _bytes_per_device(job, tokens)
-    # The fewest micro-batches of equal size that fit; None if no number does.
-    most, others = tokens // job.least_tokens, sum(held.values()) - held["activations"]
-    fewest = min(most + 1, formulas.least_ranks(held["activations"], others, target.chip.memory_bytes))
-    counts = (each for each in range(int(fewest), most + 1) if job.sequence_length == 1 or most % each == 0)
-    steps = next(counts, None)
+    tokens, held, steps = _batch(job, least)
     num_microbatches = steps or 1
     held["activations"] /= num_microbatches
     total = sum(held.values())
@@ -141,6 +131,20 @@ def plan(job: TrainingJob) -> dict[str, Any]:
         },
         "notes": notes,
     }
+
+
+def _batch(job: TrainingJob, least: float) -> tuple[int, dict[str, float], int | None]:
+    """Tokens, what a device holds, and the fewest micro-batches of equal size that fit; None if no number does."""
+    if (tokens := job.tokens) is None:  # the smallest compute-bound batch, in whole sequences
+        if math.isinf(least):
+            raise ValueError(f"tokens must be given: with tp (={job.tp}) no batch is compute-bound")
+        step_tokens = 1 if job.sequence_length == 1 else job.least_tokens
+        tokens = max(math.ceil(least / step_tokens) * step_tokens, job.least_tokens)
+    held = _bytes_per_device(job, tokens)
+    most, others = tokens // job.least_tokens, sum(held.values()) - held["activations"]
+    fewest = min(most + 1, formulas.least_ranks(held["activations"], others, job.target.chip.memory_bytes))
+    counts = (each for each in range(int(fewest), most + 1) if job.sequence_length == 1 or most % each == 0)
+    return tokens, held, next(counts, None)
 
 
 def _best_split(job: TrainingJob) -> dict[str, int]:
