@@ -220,9 +220,9 @@ def _check_derivative(error: str, primals: Any, tangents: Any) -> tuple[jax.Arra
 
 def _like(new_state: Any, model_state: Any) -> Any:
     """Refuses a model state of other names, shapes or dtypes than the one before it."""
-    found, wanted = (str(jax.tree.structure(tree)) for tree in (new_state, model_state))
-    if found != wanted:
-        raise ValueError(f"new_state (={found}) must be as model_state (={wanted})")
+    structures: Any = [jax.tree.structure(tree) for tree in (new_state, model_state)]
+    if structures[0] != structures[1]:
+        raise ValueError(f"new_state (={structures[0]}) must be as model_state (={structures[1]})")
 
     def checked(path: Any, new: Any, old: Any) -> jax.Array:
         was, now = (f"{jnp.result_type(leaf)}{[*jnp.shape(leaf)]}" for leaf in (old, new))

@@ -26,7 +26,7 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def data_mesh(num_ranks: int | None = None, *, axis: str = DATA_AXIS, replicas: int = 1) -> Mesh:
-    """Builds the mesh of data parallelism, ``[num_ranks]`` along ``axis``; a ValueError if devices do not suffice.
+    """Builds the mesh of data parallelism, ``[num_ranks]`` along ``axis``; a ValueError if it does not fit the devices.
 
     Args:
         num_ranks: Number of ranks, the first of ``jax.devices()``; all of them if None.

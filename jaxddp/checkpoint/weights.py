@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+import zlib
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as file, np.load(file) as archive:
             return dict(archive)
-    except (zipfile.BadZipFile, ValueError, TypeError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, TypeError, EOFError) as error:
         raise ValueError(f"file {str(path)!r} must hold weights, it is truncated or another kind: {error}") from error
 
 

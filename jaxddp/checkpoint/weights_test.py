@@ -34,10 +34,12 @@ def test_what_is_no_whole_file_of_weights_is_refused_in_one_line(tmp_path):
     np.savez(path, w=jnp.arange(100.0), v=jnp.ones(3))
     content = path.read_bytes()
     middle = content[:300] + bytes([content[300] ^ 1]) + content[301:]
-    pickled, alone = io.BytesIO(), io.BytesIO()
+    pickled, alone, packed = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.savez_compressed(packed, w=np.arange(100.0))
     np.savez(pickled, w=np.array([{}], object))
     np.save(alone, np.ones(3))
     others = [stream.getvalue() for stream in (pickled, alone)]
+    others.append(packed.getvalue()[:50] + b"\xff" * 20 + packed.getvalue()[70:])
     for damaged in (content[: len(content) // 2], content[:-1], b"", b"text", middle, *others):
         path.write_bytes(damaged)
         assert "weights.npz' must hold weights, " in refusal(load_weights, path)

@@ -135,10 +135,10 @@ def _training(arguments: argparse.Namespace, num_devices: int) -> tuple[Any, ...
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"trainer (={spec}) must be MODULE:FUNCTION, such as my_module:make: {error}") from error
     made = make() if callable(make) else None  # an error within it is its author's, and is not caught
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
+    if not isinstance(made, (tuple, list)) or len(made) not in (4, 5):
         raise ValueError(f"trainer (={spec}) must give (loss_fn, optimizer, params, batch), or these and options")
     *made, options = (*made, {})[:5]
-    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only} - {"model_state"}:
+    if unknown := {*options} - {one.name for one in fields(Trainer) if one.kw_only and one.init} - {"model_state"}:
         raise ValueError(f"trainer (={spec}) must give options of jaxddp.Trainer, or a model_state, not {min(unknown)}")
     return (*made, options)
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 DEFAULT_FIRST_BUCKET_MB = 1.0
-DEFAULT_SHARE = 1 / 8  # cap of all-reduces: 11 calls for a large model, where DDP's make 34 (seed_xl) to 243 (xl)
+DEFAULT_SHARE = 1 / 8  # of all bytes, the largest cap: 11 calls of a large model, DDP's make 34 (seed_xl) to 243 (xl)
 DEFAULT_GROWTH = 4  # of caps until there: the network is not idle while the first of the large buckets fills
 
 BucketMb = float | Sequence[float] | Literal["default"] | None

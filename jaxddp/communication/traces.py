@@ -111,7 +111,7 @@ class Value(NamedTuple):
 
 
 def expressions(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """A program's outputs. Equal expressions have equal numbers, in any trace; element-wise ones have no shapes."""
+    """A program's outputs. Equal expressions have equal numbers in any trace; element-wise ones count no shapes."""
 
     def constant(value: Any, atom: Any) -> Value:
         aval, is_key = atom.aval, jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
@@ -189,7 +189,7 @@ class GradientTrace(NamedTuple):
 def trace_gradients(
     grad_fn: Callable[..., Any], *args: Any, has_aux: bool = False, reduced: Collection[str] = ()
 ) -> GradientTrace:
-    """Traces one rank's gradients, with ``has_aux`` beside others, without those that the backward has ``reduced``."""
+    """Traces one rank's gradients, with ``has_aux`` the first of two results; ``reduced`` ones are left out."""
     program, result = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
     specs = tensor_specs(named_leaves(result[0] if has_aux else result)).values()
     # Among the trace's outputs, gradients come first.

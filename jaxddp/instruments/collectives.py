@@ -92,8 +92,7 @@ def collectives(program: Any, *args: Any, target: str | None = None, **kwargs: A
             many devices, simulated ones (``jaxddp.simulate_devices``) or none (``jaxddp.targets.mesh``).
         **kwargs: The function's.
 
-    Raises:
-        ValueError: If the target's compiler is not installed, or its size not the mesh's; if the text cannot be read.
+    Raises a ValueError if the target's compiler is not installed or its size not the mesh's, or a text cannot be read.
     """
     mesh, compiled = None, program
     if isinstance(program, jax.stages.Traced):

@@ -171,6 +171,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
     [
         ("HloModule m\n\nENTRY %main () -> f32[] {\n}\n", (), {}, "scheduled"),
         ("HloModule m", (1,), {}, "args"),
+        (3, (), {}, "cannot be read"),
         (jnp.sum, (jnp.ones(4),), {"target": "h100:8"}, "shardings"),
         (jnp.sum, (shape(16, spec=("data",)),), {"target": "h100:8"}, "devices"),
         (lambda x: jax.debug.print("{}", x), (shape(16),), {"target": "h100:4"}, "be left out, which calls Python"),

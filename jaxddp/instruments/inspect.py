@@ -45,7 +45,7 @@ class Inspection:
     def __post_init__(self) -> None:
         self.compiled = self.schedule.gradient_collectives()  # sorted (kind, bytes)
         is_same = sorted(self.planned) == self.compiled and self.is_held_as_planned
-        self.as_planned = None if self.strategy == AUTO else is_same  # of which nothing is planned
+        self.as_planned = None if self.strategy == AUTO else is_same  # for which nothing is planned
         flops: Counter[str] = Counter()  # of products, by the dtype in which the chip multiplies
         for kind, each in self.schedule.work().matmul_flops.items():
             dtype, count = multiplied_in(kind, self.target.chip)
@@ -113,8 +113,7 @@ def inspect(
         say: Shows progress.
         **options: Others of ``Trainer``, such as ``num_microbatches``.
 
-    Raises:
-        ValueError: If ``"auto"`` comes with options, the step does not fit into the target's memory, or as ``Trainer``.
+    Raises a ValueError if ``"auto"`` comes with options, the step does not fit into memory, or as ``Trainer``.
     """
     machine = machine_of(target, peaks=peaks)
     network = network_of(machine) if network is None else network

@@ -11,7 +11,8 @@ between them, with H, S/n and the host link's W. What is sent from rank to rank 
 the slower one counts: an all-to-all sends (n-1)/N S within its host and (N-n)/N S to others, a permutation S.
 
 Measured times (``tables.py``) are interpolated in the logarithms of sizes and of ranks; beyond the table the nearest
-row's rate counts. Over hosts NCCL uses both levels at once, with a tree of hosts or, for others, one ring of all ranks:
+row's rate counts. Over hosts, with V bytes per second of a rank and L seconds of latency, NCCL uses both levels at
+once, by a tree of hosts or, for others, one ring of all ranks:
 
     all-reduce                     max(curve of n ranks,  2 (H-1)/H S/n / V) + L
     reduce-scatter, all-gather     max(curve of n ranks,    (N-1)/N S/n / V) + L

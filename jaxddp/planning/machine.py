@@ -1,6 +1,6 @@
 """Networks of targets, and targets as the planner sees them: what a device computes and holds, what each group sends.
 
-Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas; over M axes of a torus a group sends M times more.
+Tensor-parallel ranks are neighbours, then FSDP ranks, then replicas. Over M axes of a torus a group is M times as fast.
 """
 
 from dataclasses import replace

@@ -148,11 +148,15 @@ def _report(job: Job, alike: Mapping[str, Any], timeout_s: float) -> Connection:
 
 def _hear(connection: Connection, timeout_s: float) -> bytes:
     """What the other end says; an OSError or EOFError if it has not said all of it in time, as a stranger may not."""
+    until = time.monotonic() + timeout_s
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         timer = threading.Timer(timeout_s, ours.shutdown, (socket.SHUT_RDWR,))
         timer.start()
         try:
-            return connection.recv_bytes(_MAX_BYTES)
+            said = connection.recv_bytes(_MAX_BYTES)
         finally:
             timer.cancel()
             timer.join()
+    if time.monotonic() > until:  # the connection may be shut, even if all was said
+        raise EOFError
+    return said

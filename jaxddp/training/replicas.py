@@ -28,10 +28,7 @@ from .validation import with_arrays
 
 
 def check_replicas(trainer: Trainer, state: TrainState) -> None:
-    """Checks that leaves which ranks have in full are the same, bit for bit; shards, as zero1's moments, have no copy.
-
-    Raises a ReplicaError that names the leaf and the ranks.
-    """
+    """Checks that ranks which hold the same part of a leaf hold the same bits; a ReplicaError names leaf and ranks."""
     trainer._check_devices("check_replicas", "compile")
     trainer.programs(state)  # refuses another trainer's
     mesh: Any = trainer.mesh

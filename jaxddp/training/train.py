@@ -64,8 +64,8 @@ class Trainer:
         compute_dtype: Dtype of the floating parameters that ``loss_fn`` gets, and ZeRO gathers. The optimizer updates
             masters of the dtypes given to ``init``, which ``params`` and checkpoints hold. None: no masters.
         grad_dtype: Dtype in which gradients are accumulated and summed over ranks; the master's if None.
-        nonfinite: ``"skip"``: where the loss, the norm of the averaged gradient or the new model state is not finite,
-            the state stays as it was, bit for bit, and ``metrics["skipped"]`` is 1.
+        nonfinite: ``"skip"``: where the loss or the norm of the averaged gradient is not finite, or an element of the
+            model state no longer is, all but the step's number stays as it was, and ``metrics["skipped"]`` is 1.
         axis: Of the mesh, along which ranks lie, if the mesh has other axes: ``"data"`` if None.
         param_specs: How parameters lie along the other axes, which are left to XLA, as for tensor parallelism: a tree
             of ``PartitionSpec`` like the parameters, or a prefix of it.

@@ -177,7 +177,7 @@ def _write(args: Any, changed: Mapping[int, Any]) -> None:
 
 
 def _used_outside(program: core.ClosedJaxpr, stacked: Sequence[int | None]) -> set[int]:
-    """The places of shards that anything but units uses, given their ``stacked_dims``; None for what is no shard."""
+    """The places of shards that anything but units uses; ``stacked``: ``stacked_dims`` of each input, None if none."""
     outside: set[int] = set()
     inputs = [None if dims is None else place for place, dims in enumerate(stacked)]
 

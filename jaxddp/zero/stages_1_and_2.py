@@ -14,7 +14,7 @@
     p     = unpack(p[0] ... p[N-1])                                 all-gather, bucket by bucket
 
 Over A micro-batches, stage 1 adds up full gradients and reduces them once. Stage 2 reduce-scatters those of each
-micro-batch and adds up shards: calls per bucket, and bytes sent in (N-1)/N Psi, are 2 or A + 1.
+micro-batch and adds up shards. Calls per bucket, and bytes sent in (N-1)/N Psi: 2 in stage 1, A + 1 in stage 2.
 
 References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
