@@ -6,8 +6,8 @@ import pytest
 from jaxddp.comparison_test import refusal
 from jaxddp.network import Network, from_file, measured
 from jaxddp.network.curves import HOST_LATENCY_US, _at_size
-from jaxddp.network.nccl_tests_test import output
 from jaxddp.network.tables import _MEASURED
+from jaxddp.network.tables_test import output
 
 S = 10**9
 ONE, HOSTS = Network(50, latency_us=15), Network(400, latency_us=15, host_gb_per_s=50, devices_per_host=8)
