@@ -57,6 +57,7 @@ def test_ranks_of_both_frameworks_meet_over_the_link():
 
 
 @pytest.mark.lab
+@pytest.mark.full
 def test_a_link_carries_no_more_than_was_asked_for():
     with Lab(3, 20) as lab:
         # Each rank sends and receives 1 MiB, of which 256 KiB may go at once at either end of a link.
@@ -68,6 +69,7 @@ def test_a_link_carries_no_more_than_was_asked_for():
 
 
 @pytest.mark.lab
+@pytest.mark.full
 def test_nothing_is_left_after_a_rank_that_fails():
     with pytest.raises(RankError, match=r"^rank 1 of 2 failed: ValueError: no luck among .*'eth0'"), Lab(2, 1000):
         assert len(namespaces()) == 3

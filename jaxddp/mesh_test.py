@@ -67,6 +67,7 @@ def run_workers(program, num_processes, *arguments, host="127.0.0.1"):
     return [out.splitlines()[-1] for out, _ in outputs]
 
 
+@pytest.mark.full
 def test_processes_train_as_one_and_start_from_the_weights_of_process_0(monkeypatch):
     for name in ("http_proxy", "https_proxy"):  # as on many clusters; it does not lead to the coordinator
         monkeypatch.setenv(name, "http://127.0.0.1:9")

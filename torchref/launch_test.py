@@ -144,6 +144,7 @@ def test_a_rank_killed_from_outside_is_noticed_and_replaced(ranks):
     assert wait_until_gone(before) and not set(before) & set(ranks.run(os.getpid, num_ranks=2))
 
 
+@pytest.mark.full
 def test_each_report_restarts_the_timeout_which_names_the_ranks(ranks):
     assert ranks.run(report_now_and_then, 5, num_ranks=2, timeout_s=2.0) == [5, 5]
     pids = ranks.run(os.getpid, num_ranks=2)

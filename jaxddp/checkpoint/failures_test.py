@@ -147,6 +147,7 @@ for use, of_folder, of_checkpoint in (
 """
 
 
+@pytest.mark.full
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, trainer):
     command = [sys.executable, "-W", "ignore", "-c", RESERVES, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -119,6 +119,7 @@ def signalled_at_its_first_step(arguments, number, framework="jaxddp"):
     return process.returncode, output, error
 
 
+@pytest.mark.full
 def test_interrupt_is_one_line_and_status_130_and_what_is_saved_is_whole(tmp_path):
     arguments = "--model byte_shallow --devices 1 --steps 1000 --batch-size 1 --checkpoint-every 1 --resume"
     arguments += f" --checkpoint {tmp_path}"
