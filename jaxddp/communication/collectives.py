@@ -106,14 +106,13 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sums over the ranks; rank r gets the r-th of N equal parts of the sum; a ValueError if N does not divide it."""
     num_ranks = lax.axis_size(axis)
     chunk_length = length_of_chunk(x.shape, num_ranks)
-    if x.size == 0:
-        return x[:chunk_length]
-    if is_silent():
+    if x.size == 0 or is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
     if kind_of("reduce-scatter", num_ranks, traced_platform()) != "reduce-scatter":
         received = all_to_all(x.reshape(num_ranks, -1, *x.shape[1:]), axis)
         dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        return jnp.sum(received, axis=0, dtype=dtype).astype(x.dtype)
+        first, *others = received.astype(dtype)  # XLA for CPUs takes 40 times as long for a sum over dimension 0
+        return sum(others, first).astype(x.dtype)
     if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
