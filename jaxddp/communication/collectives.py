@@ -109,10 +109,9 @@ def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
     if x.size == 0 or is_silent():
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * chunk_length, chunk_length)
     if kind_of("reduce-scatter", num_ranks, traced_platform()) != "reduce-scatter":
-        received = all_to_all(x.reshape(num_ranks, -1, *x.shape[1:]), axis)
         dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        first, *others = received.astype(dtype)  # XLA for CPUs takes 40 times as long for a sum over dimension 0
-        return sum(others, first).astype(x.dtype)
+        first, *others = all_to_all(x.reshape(num_ranks, -1, *x.shape[1:]), axis).astype(dtype)
+        return sum(others, first).astype(x.dtype)  # XLA for CPUs takes 40 times as long for a sum over dimension 0
     if chunk_length == 1 and x.ndim == 2 and traced_platform() == "tpu":  # see _padded
         tiles = _padded(x).reshape(num_ranks, -1, 128)
         return lax.psum_scatter(tiles, axis, scatter_dimension=0, tiled=True).reshape(1, -1)[:, : x.shape[1]]
@@ -130,12 +129,11 @@ def all_gather(x: jax.Array, axis: Axis, *, equal: bool = False, as_bits: bool =
     if x.size == 0 or is_silent():
         return jnp.concatenate([x] * num_ranks)
     if as_bits and x.dtype == jnp.bfloat16 and traced_platform() == "cpu":
-        bits = all_gather(lax.bitcast_convert_type(x, jnp.uint16), axis, equal=equal)
-        return lax.bitcast_convert_type(bits, x.dtype)
+        return all_gather(x.view(jnp.uint16), axis, equal=equal).view(x.dtype)
     # Under check_vma, only what comes out of a collective counts as equal.
     is_known_equal = equal and varying(lax.axis_index(axis))
     if kind_of("all-gather", num_ranks, traced_platform()) == "all-reduce" and not is_known_equal:
-        return all_to_all(jnp.stack([x, x]), axis).reshape(-1, *x.shape[1:])
+        return jnp.concatenate(_in_rank_order(x, x, axis))
     to = "invarying" if equal else "varying"
     if len(x) == 1 and x.ndim == 2 and traced_platform() == "tpu":
         return lax.all_gather(_padded(x), axis, axis=0, tiled=True, to=to)[:, : x.shape[1]]
@@ -146,11 +144,16 @@ def all_to_all(rows: jax.Array, axis: Axis, *, as_bits: bool = False) -> jax.Arr
     """Sends row o of ``[N, ...]`` to rank o; row r of the result is from rank r. ``as_bits`` as in `all_gather`."""
     if kind_of("all-to-all", len(rows), traced_platform()) == "all-reduce":
         rank = lax.axis_index(axis)
-        received = _swap(lax.dynamic_index_in_dim(rows, 1 - rank, keepdims=False), axis)
-        return lax.dynamic_update_index_in_dim(rows, received, 1 - rank, axis=0)
+        return jnp.stack(_in_rank_order(rows[rank], rows[1 - rank], axis))
     if as_bits and rows.dtype == jnp.bfloat16 and traced_platform() == "cpu":
-        return lax.bitcast_convert_type(all_to_all(lax.bitcast_convert_type(rows, jnp.uint16), axis), rows.dtype)
+        return all_to_all(rows.view(jnp.uint16), axis).view(rows.dtype)
     return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0)
+
+
+def _in_rank_order(kept: jax.Array, sent: jax.Array, axis: Axis) -> tuple[jax.Array, jax.Array]:
+    """What each of two ranks has then: what it keeps, and what the other sends; fused, without a copy of either."""
+    received, is_first = _swap(sent, axis), lax.axis_index(axis) == 0
+    return jnp.where(is_first, kept, received), jnp.where(is_first, received, kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -167,8 +170,7 @@ def broadcast(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
     """Gives every rank the root's array, by an all-reduce of zeros but for the root's; -0.0 may arrive as 0.0."""
     # XLA has a broadcast on GPUs only, and ``check_vma=True`` accepts no other way's result as equal on all ranks.
     check_root(root, lax.axis_size(axis))
-    from_root = jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))
-    return lax.psum(from_root, axis).astype(x.dtype)
+    return lax.psum(jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x)), axis).astype(x.dtype)
 
 
 def reduce(x: jax.Array, axis: str, root: int = 0) -> jax.Array:
