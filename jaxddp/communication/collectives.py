@@ -151,7 +151,7 @@ def all_to_all(rows: jax.Array, axis: Axis, *, as_bits: bool = False) -> jax.Arr
 
 
 def _in_rank_order(kept: jax.Array, sent: jax.Array, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """What each of two ranks has then: what it keeps, and what the other sends; fused, without a copy of either."""
+    """What one of two ranks keeps and what it is sent, in rank order, in one pass that XLA fuses without copies."""
     received, is_first = _swap(sent, axis), lax.axis_index(axis) == 0
     return jnp.where(is_first, kept, received), jnp.where(is_first, received, kept)
 
