@@ -32,12 +32,14 @@ for dtype, chunk, rounds in CASES:
         found = np.asarray(scatter(x).addressable_shards[0].data)
         expected = num_ranks * (np.arange(num_ranks * chunk) % 7 + index) + sum(range(num_ranks))
         wrong += found.dtype != dtype or (found != expected[rank * chunk : (rank + 1) * chunk]).any()
+    # XLA for CPUs takes 40 times as long for a sum over dimension 0 as for adding its rows.
+    assert " reduce(" not in scatter.lower(x).compile().as_text(), dtype
 print(int(wrong))
 """
 
-# On two ranks also values whose bits, seen as integers, have carries; derivatives; and the time of a sum.
+# On two ranks also values whose bits, seen as integers, have carries; and derivatives.
 EXCHANGES = """
-from jaxddp.communication.collectives import all_gather, all_reduce, all_to_all
+from jaxddp.communication.collectives import all_gather, all_to_all
 
 jax.config.update("jax_enable_x64", True)
 sharding = NamedSharding(mesh, P("data"))
@@ -78,20 +80,6 @@ found = on_ranks(lambda v: jax.grad(lambda x: jnp.sum(v * all_gather(x, "data"))
 assert bits(found) == bits((wave[0] + wave[1])[4 * rank :][:4]), found
 found = on_ranks(lambda v: jax.grad(lambda x: jnp.sum(v[:4] * reduce_scatter(x, "data")))(v), wave[rank])
 assert bits(found) == bits(np.concatenate([one[:4] for one in wave])), found
-
-# A reduce-scatter takes 0.2 to 0.4 of an all-reduce's time here; with a sum over dimension 0 in it, 2.4 to 2.8.
-x = jax.make_array_from_process_local_data(sharding, np.ones(2**23, np.float32))
-calls = {}
-for function in (all_reduce, reduce_scatter):
-    mapped = jax.shard_map(lambda x: function(2 * x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    calls[function] = jax.jit(mapped).lower(x).compile()
-seconds = {function: [] for function in calls}
-for _ in range(5):
-    for function, call in calls.items():
-        start = time.perf_counter()
-        jax.block_until_ready(call(x))
-        seconds[function].append(time.perf_counter() - start)
-assert min(seconds[reduce_scatter]) < min(seconds[all_reduce]), seconds
 print(int(wrong))
 """
 
